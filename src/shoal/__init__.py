@@ -1,0 +1,1 @@
+"""shoal: many agents, one pass through the weights."""

@@ -1,0 +1,101 @@
+"""Every error the package raises on purpose, as one tree.
+
+An error is part of the interface: it carries the offending value, the limit it broke and what to do
+about it, and its message says all three. Catch `ShoalError` for any of them.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Base of all errors of this package.
+
+    `message` says what is wrong; `value` is the offending value, `limit` what it had to respect and
+    `hint` the knob to turn or the step to take. The last three may be None where there is none.
+    """
+
+    def __init__(self, message: str, *, value: object = None, limit: object = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.value = value
+        self.limit = limit
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(ShoalError):
+    """A setting of the engine or of the command line is unknown, contradictory or out of range."""
+
+
+class RequestError(ShoalError):
+    """A request cannot be served as asked; the others are unharmed. `param` names the field at fault."""
+
+    def __init__(
+        self, message: str, *, param: str, value: object = None, limit: object = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, value=value, limit=limit, hint=hint)
+        self.param = param
+
+
+class InvalidRequestError(RequestError):
+    """A field of the request or of its sampling parameters has a wrong type, value or combination."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt does not fit the model's context. `value` and `limit` count tokens."""
+
+
+class KVBudgetError(RequestError):
+    """The request could never fit the KV blocks, even alone. `value` and `limit` count tokens."""
+
+
+class QueueFullError(RequestError):
+    """`max_queue` requests already wait. `retry_after_s` is an estimate of when a place will be free."""
+
+    def __init__(self, message: str, *, value: object, limit: object, retry_after_s: float) -> None:
+        super().__init__(
+            message,
+            param="max_queue",
+            value=value,
+            limit=limit,
+            hint=f"retry in about {retry_after_s:.1f} s or raise max_queue",
+        )
+        self.retry_after_s = retry_after_s
+
+
+class ModelError(ShoalError):
+    """Base of what can be wrong with a model: name, files, format, architecture, tokenizer."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model of that name in the store, on disk or on the hub."""
+
+
+class ModelFormatError(ModelError):
+    """The model's files are broken, truncated, incomplete, or their checksum does not match."""
+
+
+class UnsupportedModelError(ModelError):
+    """The files are sound, but their architecture, tensor type or tokenizer is not one this package runs."""
+
+
+class StoreError(ModelError):
+    """The model store on disk cannot be read or written."""
+
+
+class DownloadError(ModelError):
+    """A model could not be fetched: no network, no package index, no such file there."""
+
+
+class BackendError(ShoalError):
+    """The backend a runner needs is not installed or does not run on this machine."""
+
+
+class RunnerError(ShoalError):
+    """A forward pass failed. The requests that were in it end with this; the engine says if it goes on."""
+
+
+class EngineClosedError(ShoalError):
+    """The engine is closed, or has failed, and takes no more requests. `__cause__` is why, if it failed."""

@@ -1,0 +1,322 @@
+"""The words that all parts share: what a caller asks, what a step is, what comes back.
+
+Axis letters in shapes: B sequences, T tokens, V vocabulary. Times are in the unit their name ends in.
+Nothing here imports a backend, or anything but `errors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shoal.errors import InvalidRequestError, ShoalError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SeqId: TypeAlias = int
+"""A sequence inside one engine; never reused while the engine lives."""
+BlockId: TypeAlias = int
+"""A block of KV slots, 0 <= id < ModelSpec.num_blocks. The core hands them out, a runner maps them to storage."""
+Message: TypeAlias = Mapping[str, Any]
+"""One chat message: `role`, `content`, and whatever else the chat template reads."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Each ends exactly once, with exactly one of these."""
+
+    STOP = "stop"  # a stop token or stop string, or the model's end token
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORTED = "aborted"  # the caller went away
+    TIMEOUT = "timeout"  # its deadline passed
+    ERROR = "error"  # `Result.error` says what
+
+
+class Priority(StrEnum):
+    """Priority classes, most urgent first."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+def _check(ok: bool, param: str, value: object, limit: str) -> None:
+    if not ok:
+        raise InvalidRequestError(
+            f"{param} is {value!r}", param=param, value=value, limit=limit, hint=f"it must be {limit}"
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Checked when built; raises `InvalidRequestError`.
+
+    temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. The filters apply in the order
+    penalties, bias, temperature, top-k, top-p, min-p. `repetition_penalty` (Keskar et al., 2019) looks at prompt and
+    output, `presence_penalty` and `frequency_penalty` (as OpenAI defines them) at the output only.
+    `logprobs` is how many alternatives to report per token (0: only the chosen one; None: nothing).
+    Without a `seed` the engine draws one and reports it in the result. The stop token is not part of the output; a
+    stop string is cut from it.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _check(isinstance(value, list | tuple), name, value, "a list")
+            object.__setattr__(self, name, tuple(value))
+        self._check_numbers()
+        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "non-empty strings")
+        _check(len(self.stop) <= 16, "stop", f"{len(self.stop)} strings", "at most 16 strings")
+        _check(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids")
+        _check(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping of token id to bias")
+        for token, bias in self.logit_bias.items():
+            _check(_is_int(token) and token >= 0, "logit_bias", token, "keyed by token id")
+            _check(_is_number(bias) and abs(bias) <= 1000, "logit_bias", bias, "between -1000 and 1000")
+        _check(
+            self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
+        )
+
+    def _check_numbers(self) -> None:
+        whole = {
+            "max_tokens": (1, 2**31),
+            "top_k": (0, 2**31),
+            "min_tokens": (0, 2**31),
+            "logprobs": (0, 20),
+            "seed": (0, 2**63 - 1),
+        }
+        real = {
+            "temperature": (0.0, 100.0),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "repetition_penalty": (0.01, 100.0),
+            "presence_penalty": (-100.0, 100.0),
+            "frequency_penalty": (-100.0, 100.0),
+        }
+        for name, (low, high) in whole.items():
+            value = getattr(self, name)
+            if value is None and name in ("logprobs", "seed"):
+                continue
+            _check(_is_int(value) and low <= value <= high, name, value, f"a whole number from {low} to {high}")
+        for name, (lowest, highest) in real.items():
+            value = getattr(self, name)
+            _check(
+                _is_number(value) and lowest <= value <= highest, name, value, f"a number from {lowest} to {highest}"
+            )
+        _check(self.top_p > 0, "top_p", self.top_p, "above 0")
+        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the next token is the arg-max of the raw logits and nothing else is asked of them."""
+        return self.temperature == 0 and not self.shapes_logits and self.logprobs is None
+
+    @property
+    def shapes_logits(self) -> bool:
+        """True when penalties, biases or a minimum length change the logits before the choice."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.logit_bias)
+            or self.min_tokens > 0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller submits: exactly one of `prompt`, `prompt_tokens` and `messages`, and how to sample.
+
+    `id` is the caller's name for it, unique among the requests in flight; without one the engine makes one.
+    `arrival_s` delays the arrival by that many seconds after `Engine.run` begins (replay of staggered load).
+    """
+
+    prompt: str | None = None
+    prompt_tokens: Sequence[int] | None = None
+    messages: Sequence[Message] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    id: str | None = None
+    arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("prompt", "prompt_tokens", "messages") if getattr(self, n) is not None]
+        _check(len(given) == 1, "prompt", given, "given as exactly one of prompt, prompt_tokens and messages")
+        value = getattr(self, given[0])
+        if given[0] == "prompt":
+            _check(isinstance(value, str), "prompt", value, "a string")
+        else:
+            _check(isinstance(value, Sequence) and not isinstance(value, str), given[0], value, "a list")
+        _check(len(value) > 0, given[0], value, "not empty")
+        _check(self.id is None or (isinstance(self.id, str) and self.id != ""), "id", self.id, "a non-empty string")
+        _check(isinstance(self.sampling, SamplingParams), "sampling", self.sampling, "a SamplingParams")
+        _check(_is_number(self.arrival_s) and self.arrival_s >= 0, "arrival_s", self.arrival_s, "0 or more seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one output token, and the most likely alternatives as (token, log-probability)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one request ended. `tokens` and `text` are the whole output; a stop token or string is in neither.
+
+    Times count from submission (or from the scheduled arrival). `ttft_s` is None when no token came.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float | None
+    latency_s: float
+    seed: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: ShoalError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of one request: tokens that appeared, the text they completed, and at the end its result.
+
+    Exactly one event of a request has a `result`, and it is the last. The joined `text` of all its events is
+    `result.text`; a token whose bytes are not yet a whole character brings an empty text.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    result: Result | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True for the last event of a request."""
+        return self.result is not None
+
+
+class Want(StrEnum):
+    """What a step is to give for a sequence after its last fed token."""
+
+    NOTHING = "nothing"  # prompt tokens that are not the last: no projection to the vocabulary
+    ARGMAX = "argmax"  # the most likely token
+    LOGITS = "logits"  # all V logits
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: feed `tokens` at positions start .. start + len(tokens) - 1.
+
+    KV of position p lives in slot p % block_size of block `block_table[p // block_size]`. Positions below `start` are
+    there already. The table covers every fed position (and the chained ones) and may be longer. A table that
+    did not change since an earlier step is the same object, so a runner may cache what it derives from it.
+    """
+
+    seq_id: SeqId
+    tokens: tuple[int, ...]
+    start: int
+    block_table: tuple[BlockId, ...]
+    want: Want
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one forward pass is to do. Frozen, small and printable.
+
+    `copies` are (source, destination) blocks, whose contents are copied whole and in order before anything is computed.
+    `chain` > 1 asks for that many greedy tokens per sequence, each fed back on the device; only plans
+    in which every sequence feeds one token and wants ARGMAX may ask, up to `ModelSpec.max_chain`.
+    """
+
+    step: int
+    sequences: tuple[ScheduledSequence, ...]
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    chain: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens fed in this step, all sequences together."""
+        return sum(len(s.tokens) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gave.
+
+    `argmax` holds `chain` tokens for each sequence that wanted ARGMAX. `logits`, float32 [n, V], holds one row for
+    each sequence that wanted LOGITS, in plan order; it is valid until the runner's next call and may be written to.
+    """
+
+    argmax: Mapping[SeqId, tuple[int, ...]]
+    logits: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step was, for reports. `batch` counts sequences, `prefill_tokens` prompt tokens among those fed.
+
+    `ms` is the whole step; `execute_ms` the part spent in the runner.
+    """
+
+    step: int
+    batch: int
+    prefill_tokens: int
+    decode_tokens: int
+    ms: float
+    execute_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `Engine.run` returns: results in the order of the requests, and what it took."""
+
+    results: tuple[Result, ...]
+    wall_s: float
+    steps: tuple[StepRecord, ...]
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens written, all requests together."""
+        return sum(len(r.tokens) for r in self.results)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Aggregate decode rate: tokens of the steps that only decode, over the time of those steps."""
+        pure = [s for s in self.steps if s.decode_tokens and not s.prefill_tokens]
+        seconds = sum(s.ms for s in pure) / 1e3
+        return sum(s.decode_tokens for s in pure) / seconds if seconds else 0.0
