@@ -1,0 +1,1 @@
+"""Models on disk: the store, GGUF metadata, tokenizer, chat template."""

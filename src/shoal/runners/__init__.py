@@ -1,0 +1,1 @@
+"""Runners execute plans, one kind per backend. A backend is imported when a runner of its kind is made."""

@@ -1,0 +1,1 @@
+"""OpenVINO: paged, ragged, prefill and decode in one pass."""
