@@ -1,1 +1,31 @@
-"""shoal: many agents, one pass through the weights."""
+"""shoal: many agents, one pass through the weights.
+
+An embeddable engine that batches a fleet of agents through one local model. Importing it imports no backend.
+"""
+
+from shoal.aio import AsyncEngine
+from shoal.config import EngineConfig
+from shoal.engine import Engine
+from shoal.errors import ShoalError
+from shoal.handles import Handle, Prefix
+from shoal.types import Event, FinishReason, Namespace, Priority, Receipt, Report, Request, Result, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineConfig",
+    "Event",
+    "FinishReason",
+    "Handle",
+    "Namespace",
+    "Prefix",
+    "Priority",
+    "Receipt",
+    "Report",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "ShoalError",
+]

@@ -63,12 +63,11 @@ def _is_number(value: object) -> bool:
 class SamplingParams:
     """How one request's tokens are chosen. Checked when built; raises `InvalidRequestError`.
 
-    temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. The filters apply in the order
-    penalties, bias, temperature, top-k, top-p, min-p. `repetition_penalty` (Keskar et al., 2019) looks at prompt and
-    output, `presence_penalty` and `frequency_penalty` (as OpenAI defines them) at the output only.
-    `logprobs` is how many alternatives to report per token (0: only the chosen one; None: nothing).
-    Without a `seed` the engine draws one and reports it in the result. The stop token is not part of the output; a
-    stop string is cut from it.
+    temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. The filters apply in the order penalties,
+    bias, temperature, top-k, top-p, min-p. `repetition_penalty` (Keskar et al., 2019) looks at prompt and output,
+    `presence_penalty` and `frequency_penalty` (as OpenAI defines them) at the output only. `logprobs` is how many
+    alternatives to report per token (0: only the chosen one; None: nothing). Without a `seed` the engine draws
+    one and reports it in the result. The stop token is not part of the output; a stop string is cut from it.
     """
 
     max_tokens: int = 256
@@ -97,14 +96,14 @@ class SamplingParams:
         self._check_numbers()
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "non-empty strings")
         _check(len(self.stop) <= 16, "stop", f"{len(self.stop)} strings", "at most 16 strings")
-        _check(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids")
+        ids = self.stop_token_ids
+        _check(all(_is_int(t) and t >= 0 for t in ids), "stop_token_ids", ids, "token ids of 0 or more")
         _check(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping of token id to bias")
         for token, bias in self.logit_bias.items():
             _check(_is_int(token) and token >= 0, "logit_bias", token, "keyed by token id")
             _check(_is_number(bias) and abs(bias) <= 1000, "logit_bias", bias, "between -1000 and 1000")
-        _check(
-            self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
-        )
+        most = self.max_tokens
+        _check(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens ({most})")
 
     def _check_numbers(self) -> None:
         whole = {
@@ -129,9 +128,8 @@ class SamplingParams:
             _check(_is_int(value) and low <= value <= high, name, value, f"a whole number from {low} to {high}")
         for name, (lowest, highest) in real.items():
             value = getattr(self, name)
-            _check(
-                _is_number(value) and lowest <= value <= highest, name, value, f"a number from {lowest} to {highest}"
-            )
+            ok = _is_number(value) and lowest <= value <= highest
+            _check(ok, name, value, f"a number from {lowest} to {highest}")
         _check(self.top_p > 0, "top_p", self.top_p, "above 0")
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
 
@@ -153,11 +151,27 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Namespace:
+    """Where a prefix may be shared: only inside one (task, agent), and only within one version of it.
+
+    The first request with a higher version frees what the older versions had cached; a request of an older version
+    is served, but neither finds nor leaves a prefix.
+    """
+
+    task: str = ""
+    agent: str = ""
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a caller submits: exactly one of `prompt`, `prompt_tokens` and `messages`, and how to sample.
 
     `id` is the caller's name for it, unique among the requests in flight; without one the engine makes one.
     `arrival_s` delays the arrival by that many seconds after `Engine.run` begins (replay of staggered load).
+    `deadline_s` counts from the arrival, waiting included, and also orders the queue; `timeout_s` counts from the
+    moment the request joins the batch. Past either it ends with `FinishReason.TIMEOUT`. Groups of equal priority
+    are served equally: a fleet of agents that belong together share one `group`.
     """
 
     prompt: str | None = None
@@ -166,6 +180,11 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     id: str | None = None
     arrival_s: float = 0.0
+    priority: Priority = Priority.NORMAL
+    deadline_s: float | None = None
+    timeout_s: float | None = None
+    group: str = ""
+    namespace: Namespace = Namespace()
 
     def __post_init__(self) -> None:
         given = [n for n in ("prompt", "prompt_tokens", "messages") if getattr(self, n) is not None]
@@ -179,6 +198,13 @@ class Request:
         _check(self.id is None or (isinstance(self.id, str) and self.id != ""), "id", self.id, "a non-empty string")
         _check(isinstance(self.sampling, SamplingParams), "sampling", self.sampling, "a SamplingParams")
         _check(_is_number(self.arrival_s) and self.arrival_s >= 0, "arrival_s", self.arrival_s, "0 or more seconds")
+        _check(self.priority in tuple(Priority), "priority", self.priority, f"one of {', '.join(Priority)}")
+        object.__setattr__(self, "priority", Priority(self.priority))
+        for name in ("deadline_s", "timeout_s"):
+            value = getattr(self, name)
+            _check(value is None or (_is_number(value) and value > 0), name, value, "above 0 seconds, or None")
+        _check(isinstance(self.group, str), "group", self.group, "a string")
+        _check(isinstance(self.namespace, Namespace), "namespace", self.namespace, "a Namespace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +214,24 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What sharing saved one request, in tokens of forward passes.
+
+    `cached_tokens` were taken from the prefix tree when the request first joined the batch, `computed_tokens`
+    were fed to the model (again after each of `preemptions`), `shared_with` other requests held its first block
+    with it. `miss` is why no more was cached: `cold` (nothing alike was seen), `diverged` (the tokens differ from
+    there on), `evicted` (it was there, memory ran out), `stale` (an old version of its namespace), `off`, or None
+    when nothing was missing.
+    """
+
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    shared_with: int = 0
+    preemptions: int = 0
+    miss: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +246,17 @@ class Result:
     text: str
     finish_reason: FinishReason
     prompt_tokens: int
-    cached_tokens: int
     ttft_s: float | None
     latency_s: float
     seed: int
+    receipt: Receipt = Receipt()
     logprobs: tuple[TokenLogprob, ...] = ()
     error: ShoalError | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix tree."""
+        return self.receipt.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +291,8 @@ class Want(StrEnum):
 class ScheduledSequence:
     """One sequence's share of a step: feed `tokens` at positions start .. start + len(tokens) - 1.
 
-    KV of position p lives in slot p % block_size of block `block_table[p // block_size]`. Positions below `start` are
-    there already. The table covers every fed position (and the chained ones) and may be longer. A table that
+    KV of position p lives in slot p % block_size of block `block_table[p // block_size]`. Positions below `start`
+    are there already. The table covers every fed position (and the chained ones) and may be longer. A table that
     did not change since an earlier step is the same object, so a runner may cache what it derives from it.
     """
 
@@ -258,8 +307,8 @@ class ScheduledSequence:
 class StepPlan:
     """What one forward pass is to do. Frozen, small and printable.
 
-    `copies` are (source, destination) blocks, whose contents are copied whole and in order before anything is computed.
-    `chain` > 1 asks for that many greedy tokens per sequence, each fed back on the device; only plans
+    `copies` are (source, destination) blocks, whose contents are copied whole and in order before anything is
+    computed. `chain` > 1 asks for that many greedy tokens per sequence, each fed back on the device; only plans
     in which every sequence feeds one token and wants ARGMAX may ask, up to `ModelSpec.max_chain`.
     """
 
@@ -284,6 +333,42 @@ class StepOutput:
 
     argmax: Mapping[SeqId, tuple[int, ...]]
     logits: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the core must know of a loaded model. Sizes in bytes, lengths in tokens.
+
+    `step_bytes` is the most a step of `max_step_tokens` needs beside weights and KV (the transient).
+    `copies_blocks`: the runner can copy a block (`StepPlan.copies`), so a prefix may be cut at any token.
+    `exact`: logits of a sequence are the same bits whatever else is in the batch and however it is chunked.
+    """
+
+    name: str
+    architecture: str
+    runner: str
+    precision: str
+    vocab_size: int
+    context_length: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+    step_bytes: int = 0
+    max_chain: int = 1
+    copies_blocks: bool = True
+    exact: bool = False
+    recurrent: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of KV in one block."""
+        return self.block_size * self.kv_bytes_per_token
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens whose KV fits all blocks together."""
+        return self.num_blocks * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,3 +405,33 @@ class Report:
         pure = [s for s in self.steps if s.decode_tokens and not s.prefill_tokens]
         seconds = sum(s.ms for s in pure) / 1e3
         return sum(s.decode_tokens for s in pure) / seconds if seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine holds now, and totals since it was loaded. Token counts are of ended requests."""
+
+    waiting: int
+    running: int
+    finished: int
+    steps: int
+    cached_tokens: int
+    computed_tokens: int
+    preemptions: int
+    evictions: int
+    kv_bytes: int
+    kv_held_bytes: int
+    kv_cached_bytes: int
+    weight_bytes: int
+    step_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all needed prompt and output tokens that came from the prefix tree."""
+        total = self.cached_tokens + self.computed_tokens
+        return self.cached_tokens / total if total else 0.0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the memory budget counts: weights, all KV blocks, and the transient of a step."""
+        return self.weight_bytes + self.kv_bytes + self.step_bytes

@@ -1,0 +1,108 @@
+"""Settings of an engine, with the defaults that the command line shows too. Nothing is read that is not here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shoal.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Bytes from a number or a text such as "512MiB"; ConfigError names the setting that has another form."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    if found is not None and found[2].lower() in _UNITS:
+        size = int(float(found[1]) * _UNITS[found[2].lower()])
+        if size > 0:
+            return size
+    raise ConfigError(
+        f"{name} is {value!r}", value=value, hint='give bytes above 0, as a number or like "512MiB" or "2GB"'
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs. Checked when built; raises `ConfigError`.
+
+    max_batch: sequences that decode together. kv_memory: bytes of KV, cached prefixes included. memory: bytes of
+    weights, KV and the transient of a step together; KV shrinks to fit (None: only kv_memory counts).
+    prefix_memory: bytes of KV kept for prefixes that nobody uses at the moment (None: whatever is free).
+    max_step_tokens: the most tokens of one forward pass. max_stall_ms: the longest a running stream may wait for
+    its next token because another prompt is being computed. decode_chunk: greedy tokens chained on the device
+    where the runner can (1: strict streaming). ageing_s: waiting this long lifts a request by one priority class.
+    watchdog_s: a forward pass that takes longer is taken for hung. threads: of the runner (None: all cores).
+    precision: "auto", "bf16" or "f32". seed: where requests without one get theirs from (None: from the system).
+    runner: which backend ("auto": the best this machine has).
+    """
+
+    max_batch: int = 8
+    kv_memory: int | str = "512MiB"
+    memory: int | str | None = None
+    prefix_memory: int | str | None = None
+    prefix_sharing: bool = True
+    max_step_tokens: int = 512
+    max_stall_ms: float = 150.0
+    max_queue: int = 1024
+    decode_chunk: int = 1
+    ageing_s: float = 10.0
+    watchdog_s: float = 120.0
+    threads: int | None = None
+    precision: str = "auto"
+    runner: str = "auto"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_batch", 1, 1024),
+            ("max_step_tokens", 16, 65536),
+            ("max_queue", 1, 10**6),
+            ("decode_chunk", 1, 64),
+            ("threads", 1, 1024),
+            ("seed", 0, 2**63 - 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("threads", "seed"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise _out_of_range(name, value, f"a whole number from {low} to {high}")
+        for name in ("max_stall_ms", "ageing_s", "watchdog_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                raise _out_of_range(name, value, "a number above 0")
+        for name in ("kv_memory", "memory", "prefix_memory"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, name))
+        if self.precision not in ("auto", "bf16", "f32"):
+            raise _out_of_range("precision", self.precision, "auto, bf16 or f32")
+        if not isinstance(self.prefix_sharing, bool):
+            raise _out_of_range("prefix_sharing", self.prefix_sharing, "true or false")
+        if self.max_batch > self.max_step_tokens:
+            raise _out_of_range("max_batch", self.max_batch, f"at most max_step_tokens ({self.max_step_tokens})")
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """A config from keyword settings; an unknown one is a ConfigError that names the nearest known."""
+        known = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                raise ConfigError(f"unknown setting {name!r}", value=name, limit=known, hint=hint)
+        return cls(**settings)
+
+    def bytes_of(self, name: str) -> int | None:
+        """A memory setting in bytes (they are parsed when the config is built), or None where none is set."""
+        value = getattr(self, name)
+        assert value is None or isinstance(value, int)
+        return value
+
+
+def _out_of_range(name: str, value: object, limit: str) -> ConfigError:
+    return ConfigError(f"{name} is {value!r}", value=value, limit=limit, hint=f"it must be {limit}")

@@ -1,0 +1,139 @@
+"""The KV blocks of sequences: claimed when one joins, grown as it runs, shared as they fill, given back at the end."""
+
+from __future__ import annotations
+
+from shoal.config import EngineConfig
+from shoal.core.blocks import BlockPool
+from shoal.core.prefix_tree import Match, PrefixTree
+from shoal.core.sequence import Sequence
+from shoal.types import BlockId, ModelSpec
+
+
+class KVBooks:
+    """Ties sequences to the block pool and the prefix tree.
+
+    Invariant: a sequence's `blocks` each carry one reference of it, its `copy_source` one more, and nothing else
+    does but pins. Whether a sequence may join and who has to go for it is the scheduler's.
+    """
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+        self.block_size = spec.block_size
+        self.sharing = config.prefix_sharing
+        self.pool = BlockPool(spec.num_blocks)
+        prefix_bytes = config.bytes_of("prefix_memory")
+        self.tree = PrefixTree(
+            self.pool,
+            spec.block_size,
+            copies_blocks=spec.copies_blocks,
+            max_cached=None if prefix_bytes is None else prefix_bytes // spec.block_bytes,
+        )
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold KV of that many tokens."""
+        return -(-tokens // self.block_size)
+
+    @property
+    def available(self) -> int:
+        """Blocks that are free or can be made so by eviction."""
+        return self.pool.num_free + self.pool.num_cached
+
+    # -- sequences that wait ------------------------------------------------------------------------------------
+
+    def announce(self, seq: Sequence) -> None:
+        """Let the tree spare what this waiting sequence will need."""
+        if self.sharing:
+            seq.hashes = self.tree.path_hashes(seq.tokens, seq.namespace)
+            self.tree.announce(seq.hashes)
+
+    def withdraw(self, seq: Sequence) -> None:
+        """The sequence no longer waits."""
+        self.tree.withdraw(seq.hashes)
+
+    # -- sequences that run -------------------------------------------------------------------------------------
+
+    def claim(self, seq: Sequence, *, spare: int) -> Match | None:
+        """Give a joining sequence what the tree has of its tokens, and blocks of its own for the rest.
+
+        None, with nothing changed, when that would leave fewer than `spare` blocks available.
+        """
+        match = Match()
+        if self.sharing:
+            limit = len(seq.tokens) - (0 if seq.prefill_only else 1)  # one token is left to compute, for its logits
+            match = self.tree.match(seq.tokens, seq.namespace, limit=limit)
+        held = [*match.blocks, match.tail] if match.tail is not None else list(match.blocks)
+        self.pool.hold(held)
+        needed = self.blocks_for(len(seq.tokens)) - len(match.blocks)
+        if needed + spare > self.available:
+            self.tree.release(held)
+            return None
+        self.tree.evict(needed - self.pool.num_free)
+        seq.blocks = [*match.blocks, *(self.pool.take() for _ in range(needed))]
+        seq.blocks_changed()
+        seq.indexed = seq.shared_blocks = len(match.blocks)
+        seq.copy_source = match.tail
+        seq.computed = match.tokens
+        return match
+
+    def miss_reason(self, seq: Sequence, match: Match) -> str | None:
+        """Why the tree had no more than `match`; None when nothing is missing."""
+        if not self.sharing:
+            return "off"
+        if match.tokens >= len(seq.tokens) - 1:
+            return None
+        return self.tree.miss_reason(seq.hashes, seq.namespace, match.tokens)
+
+    def grow(self, seq: Sequence, tokens: int) -> bool:
+        """Give the sequence blocks for its first `tokens` positions, evicting what is only cached; False if too few."""
+        needed = self.blocks_for(tokens) - len(seq.blocks)
+        if needed <= 0:
+            return True
+        self.tree.evict(needed - self.pool.num_free)
+        if needed > self.pool.num_free:
+            return False
+        seq.blocks.extend(self.pool.take() for _ in range(needed))
+        seq.blocks_changed()
+        return True
+
+    def copied(self, seq: Sequence) -> None:
+        """The step that copied the shared part of a block is done: let the source go."""
+        if seq.copy_source is not None:
+            self.tree.release([seq.copy_source])
+            seq.copy_source = None
+
+    def index(self, seq: Sequence, *, tail: bool) -> None:
+        """Tell the tree of blocks that are full now, and with `tail` of the last one too; share equal full blocks."""
+        if not self.sharing:
+            return
+        full = seq.computed // self.block_size
+        end = seq.computed if tail else full * self.block_size
+        if end <= seq.indexed * self.block_size:
+            return
+        standing = self.tree.insert(seq.tokens[:end], seq.blocks[: self.blocks_for(end)], seq.namespace)
+        for i in range(seq.indexed, full):
+            if standing[i] != seq.blocks[i]:  # somebody computed the same tokens meanwhile: hold theirs, once
+                self._swap(seq, i, standing[i])
+        seq.indexed = full
+
+    def _swap(self, seq: Sequence, i: int, block: BlockId) -> None:
+        self.pool.hold([block])
+        self.tree.release([seq.blocks[i]])
+        seq.blocks[i] = block
+        seq.blocks_changed()
+
+    def give_back(self, seq: Sequence) -> None:
+        """The sequence leaves the batch: its blocks stay cached in the tree as far as that has room."""
+        self.index(seq, tail=True)
+        self.copied(seq)
+        self.tree.release(seq.blocks)
+        seq.blocks = []
+        seq.blocks_changed()
+        seq.indexed = seq.shared_blocks = 0
+
+    def drop_cached(self) -> None:
+        """Evict everything that nobody holds."""
+        self.tree.evict(self.pool.num_cached)
+
+    def distrust(self, seq: Sequence) -> None:
+        """KV this sequence computed itself may be wrong: the tree forgets it, and nothing more of it is indexed."""
+        self.tree.forget(seq.blocks[seq.shared_blocks :])
+        seq.computed = 0

@@ -1,0 +1,355 @@
+"""The prefix tree: token blocks to KV blocks, shared by reference.
+
+A node stands for one block of KV and is keyed by the tokens in it, below the node of the block before::
+
+    root --[t0 .. t31]--> block 7 --[t32 .. t63]--> block 9 --[t64 .. t70]   (a tail: fewer tokens than a block)
+                                                \\--[t32' .. t63']--> block 4
+
+Full blocks are shared as they are. From a block whose tokens agree only in part (or from a tail) a newcomer
+gets the agreeing slots by one block copy, so that a prefix can be cut at any token where the runner copies blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoal.core.blocks import BlockPool
+from shoal.types import BlockId, Namespace
+
+_GHOSTS = 4096  # evicted paths remembered, so that a receipt can tell "evicted" from "never seen"
+
+
+class Node:
+    """One block in the tree. `key` are its tokens, fewer than a block in a tail; a tail has no children."""
+
+    __slots__ = ("block", "children", "key", "keys", "last_used", "parent", "path_hash", "queued")
+
+    def __init__(self, key: tuple[int, ...], block: BlockId, parent: Node | None, path_hash: int) -> None:
+        self.key = key
+        self.block = block
+        self.parent = parent
+        self.path_hash = path_hash
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.keys: list[tuple[int, ...]] = []  # the children's keys, sorted: the best partial match is a neighbour
+        self.last_used = 0
+        self.queued = False  # is in the heap of candidates for eviction
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the tree has of a prompt: whole blocks by reference, then `tail_tokens` slots of block `tail` by copy."""
+
+    blocks: tuple[BlockId, ...] = ()
+    block_tokens: int = 0
+    tail: BlockId | None = None
+    tail_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return self.block_tokens + self.tail_tokens
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix of two token sequences of one type."""
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size
+    low, high = 0, size  # a[:low] == b[:low], a[:high] != b[:high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class PrefixTree:
+    """Maps token prefixes to blocks of a pool.
+
+    Invariant: a block is in the tree exactly once, and a held block's ancestors are held by whoever holds it, so only
+    leaves that nobody holds are ever evicted. The tree never writes KV and never waits: it is told of blocks when
+    their KV is there. `max_cached` bounds the blocks kept for nobody; None leaves that to the pool's size.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, copies_blocks: bool = True, max_cached: int | None = None
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.copies_blocks = copies_blocks
+        self.max_cached = max_cached
+        self.evictions = 0
+        self._roots: dict[tuple[str, str], tuple[int, Node]] = {}
+        self._nodes: dict[BlockId, Node] = {}
+        self._clock = 0
+        self._candidates: list[tuple[int, int, Node]] = []  # heap by (last_used, insertion); checked when popped
+        self._pushes = 0
+        self._announced: Counter[int] = Counter()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int], namespace: Namespace, *, limit: int) -> Match:
+        """The longest prefix of `tokens` whose KV is there, at most `limit` tokens long. Marks it as used now."""
+        node = self._root(namespace)
+        if node is None:
+            return Match()
+        self._clock += 1
+        size, at = self.block_size, 0
+        blocks: list[BlockId] = []
+        while at + size <= limit:
+            child = node.children.get(tuple(tokens[at : at + size]))
+            if child is None:
+                break
+            child.last_used = self._clock
+            blocks.append(child.block)
+            node = child
+            at += size
+        tail, agreeing = self._best_tail(node, tuple(tokens[at : min(at + size, limit)]))
+        if tail is None:
+            return Match(tuple(blocks), at)
+        tail.last_used = self._clock
+        return Match(tuple(blocks), at, tail.block, agreeing)
+
+    def _best_tail(self, node: Node, rest: tuple[int, ...]) -> tuple[Node | None, int]:
+        """The child that agrees longest with `rest`: in sorted order it is one of the two neighbours of `rest`."""
+        if not self.copies_blocks or not rest or not node.keys:
+            return None, 0
+        at = bisect_left(node.keys, rest)
+        best, longest = None, 0
+        for key in node.keys[max(at - 1, 0) : at + 1]:
+            agreeing = common_prefix(key, rest)
+            if agreeing > longest:
+                best, longest = node.children[key], agreeing
+        return best, longest
+
+    def miss_reason(self, hashes: Sequence[int], namespace: Namespace, matched: int) -> str:
+        """Why no more than `matched` tokens were found: evicted, diverged, stale or cold. Hashes as `path_hashes`."""
+        current = self._roots.get((namespace.task, namespace.agent))
+        if current is not None and current[0] > namespace.version:
+            return "stale"
+        at = matched // self.block_size
+        if at < len(hashes) and hashes[at] in self._ghosts:
+            return "evicted"
+        return "diverged" if matched else "cold"
+
+    def path_hashes(self, tokens: Sequence[int], namespace: Namespace) -> list[int]:
+        """One hash per full block of `tokens`, of it and all before it: a hint, never proof of equality."""
+        size, value, hashes = self.block_size, hash(namespace), []
+        for at in range(0, len(tokens) - size + 1, size):
+            value = hash((value, tuple(tokens[at : at + size])))
+            hashes.append(value)
+        return hashes
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def insert(self, tokens: Sequence[int], blocks: Sequence[BlockId], namespace: Namespace) -> list[BlockId]:
+        """Take note that the first len(tokens) slots of `blocks` hold KV of `tokens`; the blocks must be held.
+
+        Returns the blocks as they stand in the tree: where another block already held the same tokens after the same
+        prefix, that one, which the caller should refer to instead of its own (see `Scheduler`).
+        """
+        node = self._root(namespace)
+        if node is None:
+            return list(blocks)
+        self._clock += 1
+        size, standing = self.block_size, list(blocks)
+        for i, at in enumerate(range(0, len(tokens), size)):
+            key = tuple(tokens[at : at + size])
+            child = node.children.get(key)
+            if child is None:
+                child = self._add(node, key, blocks[i])
+                if child is None:
+                    break
+            standing[i] = child.block
+            child.last_used = self._clock
+            node = child
+        return standing
+
+    def _add(self, parent: Node, key: tuple[int, ...], block: BlockId) -> Node | None:
+        """Add or extend the node of `block` under `parent`; None when a tail would add nothing."""
+        full = len(key) == self.block_size
+        path_hash = hash((parent.path_hash, key))
+        known = self._nodes.get(block)
+        if known is not None:  # this block's tail has grown
+            if known.parent is not parent or key[: len(known.key)] != known.key:
+                return None
+            self._unlink(known)
+            known.key, known.path_hash = key, path_hash
+            self._link(parent, known)
+            return known
+        before, agreeing = self._best_tail(parent, key)
+        if before is not None and not full and agreeing == len(key):
+            return None  # a longer block already has all of it
+        if before is not None and agreeing == len(before.key) < len(key) and self.pool.refs(before.block) == 0:
+            self._remove(before)  # the newcomer has all of this tail, and more
+        node = Node(key, block, parent, path_hash)
+        self.pool.adopt(block)
+        self._nodes[block] = node
+        self._link(parent, node)
+        self._ghosts.pop(path_hash, None)
+        return node
+
+    def _link(self, parent: Node, node: Node) -> None:
+        parent.children[node.key] = node
+        insort(parent.keys, node.key)
+
+    def _unlink(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        del parent.keys[bisect_left(parent.keys, node.key)]
+
+    def _remove(self, node: Node) -> None:
+        self._unlink(node)
+        del self._nodes[node.block]
+        self.pool.disown(node.block)
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Take one reference off each block; what nobody holds any more stays cached, within `max_cached`."""
+        for block in self.pool.drop(blocks):
+            self._push(self._nodes[block])
+        if self.max_cached is not None:
+            self.evict(self.pool.num_cached - self.max_cached)
+
+    def forget(self, blocks: Sequence[BlockId]) -> None:
+        """Drop these blocks and all below them from the tree: their KV cannot be trusted."""
+        for block in blocks:
+            node = self._nodes.get(block)
+            if node is not None:
+                self._remove_subtree(node)
+
+    def _remove_subtree(self, top: Node) -> None:
+        order, stack = [], [top]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack.extend(node.children.values())
+        for node in reversed(order):
+            self._remove(node)
+
+    # -- eviction -----------------------------------------------------------------------------------------------
+
+    def announce(self, hashes: Sequence[int]) -> None:
+        """Pending work will need the blocks with these path hashes: evict them last. Undo with `withdraw`."""
+        self._announced.update(hashes)
+
+    def withdraw(self, hashes: Sequence[int]) -> None:
+        """Take an announcement back."""
+        self._announced.subtract(hashes)
+        for value in hashes:
+            if self._announced[value] <= 0:
+                del self._announced[value]
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` cached blocks, least recently used leaves first, announced ones last. Returns how many."""
+        freed = 0
+        spared: list[Node] = []
+        while freed < count:
+            node = self._next_candidate()
+            if node is None:
+                break
+            if node.path_hash in self._announced:
+                spared.append(node)
+                continue
+            self._evict(node)
+            freed += 1
+        while freed < count and spared:
+            node = spared.pop(0)
+            self._evict(node)
+            freed += 1
+            parent = node.parent
+            while freed < count and parent is not None and self._evictable(parent):
+                self._evict(parent)
+                freed += 1
+                parent = parent.parent
+        for node in spared:
+            self._push(node)
+        return freed
+
+    def _evictable(self, node: Node) -> bool:
+        return node.parent is not None and not node.children and self.pool.refs(node.block) == 0
+
+    def _push(self, node: Node) -> None:
+        if node.queued or not self._evictable(node):
+            return
+        if len(self._candidates) > 2 * len(self._nodes) + 64:  # most are of nodes that are gone
+            self._candidates = [c for c in self._candidates if self._nodes.get(c[2].block) is c[2]]
+            heapq.heapify(self._candidates)
+        node.queued = True
+        self._pushes += 1
+        heapq.heappush(self._candidates, (node.last_used, self._pushes, node))
+
+    def _next_candidate(self) -> Node | None:
+        while self._candidates:
+            last_used, _, node = heapq.heappop(self._candidates)
+            node.queued = False
+            if self._nodes.get(node.block) is not node or not self._evictable(node):
+                continue
+            if node.last_used != last_used:
+                self._push(node)
+                continue
+            return node
+        return None
+
+    def _evict(self, node: Node) -> None:
+        parent = node.parent
+        self._ghosts[node.path_hash] = None
+        if len(self._ghosts) > _GHOSTS:
+            self._ghosts.popitem(last=False)
+        self._remove(node)
+        self.evictions += 1
+        if parent is not None:
+            self._push(parent)
+
+    # -- namespaces ---------------------------------------------------------------------------------------------
+
+    def _root(self, namespace: Namespace) -> Node | None:
+        """The root of a namespace, emptied first when its version was bumped; None for a version that is over."""
+        place = (namespace.task, namespace.agent)
+        version, root = self._roots.get(place, (namespace.version, None))
+        if version > namespace.version:
+            return None
+        if root is None or version < namespace.version:
+            if root is not None:
+                for child in list(root.children.values()):
+                    self._remove_subtree(child)
+            root = Node((), -1, None, hash(namespace))
+            self._roots[place] = (namespace.version, root)
+        return root
+
+    # -- audit --------------------------------------------------------------------------------------------------
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes below all roots, parents before children."""
+        for _, root in self._roots.values():
+            stack = list(root.children.values())
+            while stack:
+                node = stack.pop()
+                yield node
+                stack.extend(node.children.values())
+
+    def check_integrity(self) -> None:
+        """Walk the whole tree; AssertionError names the first thing that does not hold."""
+        self.pool.check_integrity()
+        seen = 0
+        for node in self.walk():
+            seen += 1
+            assert self._nodes.get(node.block) is node, f"block {node.block} is not indexed under its node"
+            assert node.keys == sorted(node.children), f"keys of block {node.block} are out of order"
+            assert 0 < len(node.key) <= self.block_size, f"block {node.block} has {len(node.key)} tokens"
+            assert len(node.key) == self.block_size or not node.children, f"tail {node.block} has children"
+            parent = node.parent
+            if parent is not None and parent.parent is not None and self.pool.refs(node.block):
+                assert self.pool.refs(parent.block), f"block {node.block} is held, its parent {parent.block} is not"
+        assert seen == len(self._nodes), f"{len(self._nodes)} blocks indexed, {seen} in the tree"
+        assert self.pool.num_cached <= seen, "a block is cached, but not in the tree"

@@ -1,0 +1,388 @@
+"""Who computes which tokens in the next step, and where their KV goes."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.config import EngineConfig
+from shoal.core.kv import KVBooks
+from shoal.core.pacing import Pacer
+from shoal.core.prefix_tree import Match, common_prefix
+from shoal.core.queue import WaitingQueue
+from shoal.core.sequence import Sequence, Status
+from shoal.errors import KVBudgetError, ShoalError
+from shoal.types import BlockId, FinishReason, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What became of one sequence: new output tokens, the text they completed, and the end if it came."""
+
+    seq: Sequence
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    finish: FinishReason | None = None
+    error: ShoalError | None = None
+
+
+class Scheduler:
+    """Plans steps and takes their outcome into the books.
+
+    `schedule` -> run the plan -> `commit` (or `fail`); aborts and additions come in between. All of it on one
+    thread; times are on the caller's clock. What happened to sequences collects in an outbox, `take_progress`:
+    each sequence ends in exactly one entry with a `finish`. Sequences whose per-sequence state a runner should
+    drop collect in `take_released`.
+    """
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+        self.spec = spec
+        self.config = config
+        self.kv = KVBooks(spec, config)
+        self.queue = WaitingQueue(config.ageing_s)
+        self.pacer = Pacer(config.max_stall_ms)
+        self.running: list[Sequence] = []  # in the order of admission
+        self.pinned: dict[SeqId, list[BlockId]] = {}  # blocks held for prefixes, by the sequence that computed them
+        self.preemptions = 0
+        self._by_id: dict[SeqId, Sequence] = {}
+        self._deadlines: list[tuple[float, SeqId]] = []
+        self._computing: dict[int, Sequence] = {}  # path hash of a block -> who is about to compute it
+        self._progress: list[Progress] = []
+        self._released: list[SeqId] = []
+        self._step = 0
+        self._admissions = 0
+
+    # -- coming and going ---------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits or runs."""
+        return not self._by_id
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def leaders(self) -> set[SeqId]:
+        """Sequences whose blocks-to-be others may wait for."""
+        return {seq.seq_id for seq in self._computing.values()}
+
+    def add(self, seq: Sequence) -> None:
+        """Put a new sequence in line. It must be able to fit the pool when it is alone."""
+        self._by_id[seq.seq_id] = seq
+        self.queue.join(seq)
+        self.kv.announce(seq)
+        if seq.deadline < math.inf:
+            heapq.heappush(self._deadlines, (seq.deadline, seq.seq_id))
+        self.queue.push(seq)
+
+    def abort(
+        self, seq_id: SeqId, reason: FinishReason = FinishReason.ABORTED, error: ShoalError | None = None
+    ) -> None:
+        """End a sequence wherever it stands. Nothing happens when it has ended already."""
+        seq = self._by_id.get(seq_id)
+        if seq is not None:
+            self._end(seq, reason, error)
+
+    def take_progress(self) -> list[Progress]:
+        """What happened since the last call."""
+        taken, self._progress = self._progress, []
+        return taken
+
+    def take_released(self) -> list[SeqId]:
+        """Sequences that left the batch, ended or preempted, since the last call."""
+        taken, self._released = self._released, []
+        return taken
+
+    def _end(
+        self, seq: Sequence, reason: FinishReason, error: ShoalError | None = None, progress: Progress | None = None
+    ) -> None:
+        """The only way out: leave queue or batch, free what was held, and say so once."""
+        if seq.status is Status.RUNNING:
+            self._leave_batch(seq)
+        else:
+            self.queue.remove(seq)
+            self.kv.withdraw(seq)
+        seq.status = Status.FINISHED
+        self.queue.leave(seq)
+        del self._by_id[seq.seq_id]
+        if progress is None:
+            progress = Progress(seq, (), seq.checker.flush(), reason, error)
+        self._progress.append(progress)
+
+    def _leave_batch(self, seq: Sequence) -> None:
+        self.kv.give_back(seq)
+        self.running.remove(seq)
+        self._unregister(seq)
+        self._released.append(seq.seq_id)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the queue; its tokens stay, its KV goes, its cached prefix stays as long as there is room."""
+        self._leave_batch(seq)
+        seq.status = Status.WAITING
+        seq.computed = 0
+        seq.preemptions += 1
+        self.preemptions += 1
+        self.kv.announce(seq)
+        self.queue.push(seq)
+
+    def unpin(self, seq_id: SeqId) -> None:
+        """Let go of a prefix that a `prefill_only` sequence computed; its blocks stay cached while there is room."""
+        self.kv.tree.release(self.pinned.pop(seq_id, []))
+
+    def preempt_all(self) -> None:
+        """Send the whole batch back to the queue, as for a suspension that gives the KV up."""
+        for seq in list(self.running):
+            self._preempt(seq)
+
+    # -- planning -----------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute. Ends what is past its time, first."""
+        self._expire(now)
+        self._make_room(now)
+        planned: list[ScheduledSequence] = []
+        in_order = sorted(self.running, key=lambda s: (s.aged_rank, s.order))
+        chain = self._chain(in_order)
+        for seq in in_order:
+            if seq.status is Status.RUNNING and seq.decoding and self._ensure(seq, len(seq.tokens) + chain - 1):
+                planned.append(self._feed(seq, 1))
+        decodes = len(planned)
+        budget = max(self.config.max_step_tokens - decodes, 0)
+        if decodes:
+            budget = self.pacer.prompt_budget(budget)
+        budget = self._continue_prefills(in_order, planned, budget)
+        copies = self._admit(now, planned, budget)
+        if not planned:
+            return None
+        self._step += 1
+        return StepPlan(self._step, tuple(planned), tuple(copies), chain if len(planned) == decodes else 1)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, seq_id = heapq.heappop(self._deadlines)
+            seq = self._by_id.get(seq_id)
+            if seq is not None and seq.deadline <= now:
+                self._end(seq, FinishReason.TIMEOUT)
+
+    def _make_room(self, now: float) -> None:
+        """Preempt a lower class for a waiting higher one, when the batch or the blocks are full."""
+        while self.running:
+            first = next((s for s in self.queue.candidates(now) if not s.waiting_for_leader), None)
+            victim = max(self.running, key=lambda s: (s.aged_rank, s.order))
+            if first is None or first.rank >= victim.aged_rank:
+                return
+            needed = self.kv.blocks_for(len(first.tokens) + 1)
+            if len(self.running) < self.config.max_batch and needed <= self.kv.available:
+                return
+            self._preempt(victim)
+
+    def _chain(self, in_order: list[Sequence]) -> int:
+        """How many greedy steps can be chained: only when all decode, all are greedy, and nobody waits to join."""
+        longest = min(self.config.decode_chunk, self.spec.max_chain)
+        if longest <= 1 or len(self.queue) or not all(s.decoding and s.greedy for s in in_order):
+            return 1
+        return max(1, min(longest, *(s.remaining for s in in_order))) if in_order else 1
+
+    def _feed(self, seq: Sequence, count: int) -> ScheduledSequence:
+        start = seq.computed
+        last = start + count == len(seq.tokens) and not seq.prefill_only
+        want = (Want.ARGMAX if seq.greedy else Want.LOGITS) if last else Want.NOTHING
+        return ScheduledSequence(seq.seq_id, tuple(seq.tokens[start : start + count]), start, seq.table, want)
+
+    def _continue_prefills(self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int) -> int:
+        """Share the prompt budget among running prefills; a long one leaves half of it to those behind it."""
+        pending = [s for s in in_order if s.status is Status.RUNNING and s.behind and not s.decoding]
+        pending.sort(key=lambda s: (s.aged_rank, self.queue.service(s) if s.group else 0.0, s.order))
+        behind = sum(s.behind for s in pending)
+        for seq in pending:
+            behind -= seq.behind
+            chunk = self._chunk(seq, budget, behind)
+            if chunk and self._ensure(seq, seq.computed + chunk):
+                planned.append(self._feed(seq, chunk))
+                budget -= chunk
+        return budget
+
+    def _chunk(self, seq: Sequence, budget: int, others: int) -> int:
+        """Prompt tokens for one sequence, when `others` more wait to be computed by those after it."""
+        return min(seq.behind, max(budget - others, (budget + 1) // 2))
+
+    def _admit(self, now: float, planned: list[ScheduledSequence], budget: int) -> list[tuple[BlockId, BlockId]]:
+        """Let waiting sequences join while rows, prompt budget and blocks last."""
+        copies: list[tuple[BlockId, BlockId]] = []
+        while budget > 0 and len(self.running) < self.config.max_batch and len(self.queue):
+            seq = self._next_to_join(now)
+            if seq is None or not self._join(seq, now):
+                break
+            if seq.copy_source is not None:
+                copies.append((seq.copy_source, seq.blocks[seq.shared_blocks]))
+            chunk = min(seq.behind, budget)
+            planned.append(self._feed(seq, chunk))
+            budget -= chunk
+        return copies
+
+    def _next_to_join(self, now: float) -> Sequence | None:
+        """The first in line that need not wait for a leader's blocks; looks at a bounded number."""
+        for looked, seq in enumerate(self.queue.candidates(now)):
+            if looked >= 8 * self.config.max_batch:
+                return None
+            if not seq.waiting_for_leader and not self._follow_leader(seq):
+                return seq
+        return None
+
+    def _follow_leader(self, seq: Sequence) -> bool:
+        """Wait when a running prefill is about to compute at least one more block we share; True if so."""
+        if not self.config.prefix_sharing or not self._computing:
+            return False
+        size = self.spec.block_size
+        leader, depth = None, 0
+        for i, value in enumerate(seq.hashes):
+            other = self._computing.get(value)
+            if other is not None and (leader is None or other is leader):
+                leader, depth = other, i + 1
+            elif leader is not None:
+                break
+        if leader is None:
+            return False
+        until = min(common_prefix(leader.tokens, seq.tokens), len(seq.tokens) - 1)
+        if until < (depth - 1) * size or leader.computed >= until:
+            return False
+        seq.waits_for, seq.waits_until = leader, until
+        return True
+
+    def _join(self, seq: Sequence, now: float) -> bool:
+        """Admit one sequence with what the tree has of it; False, with nothing changed, when blocks do not suffice."""
+        match = self.kv.claim(seq, spare=len(self.running))  # each running one may need one more block soon
+        if match is None:
+            if not self.running:
+                self._refuse(seq)
+            return False
+        self.queue.remove(seq)
+        self.kv.withdraw(seq)
+        seq.status = Status.RUNNING
+        self._admissions += 1
+        seq.order = self._admissions
+        seq.aged_rank = self.queue.rank(seq, now)
+        if seq.admitted_at is None:
+            self._first_admission(seq, match, now)
+        self._note_sharing(seq)
+        self.running.append(seq)
+        for value in seq.hashes[seq.computed // self.spec.block_size :]:
+            self._computing.setdefault(value, seq)
+        return True
+
+    def _first_admission(self, seq: Sequence, match: Match, now: float) -> None:
+        seq.admitted_at = now
+        seq.cached_tokens = match.tokens
+        seq.miss = self.kv.miss_reason(seq, match)
+        if seq.timeout < math.inf:
+            seq.deadline = min(seq.deadline, now + seq.timeout)
+            heapq.heappush(self._deadlines, (seq.deadline, seq.seq_id))
+
+    def _note_sharing(self, seq: Sequence) -> None:
+        if not seq.shared_blocks:
+            return
+        for other in self.running:
+            if other.blocks and other.blocks[0] == seq.blocks[0]:
+                other.shared_with += 1
+                seq.shared_with += 1
+
+    def _refuse(self, seq: Sequence) -> None:
+        """Nothing runs and yet it does not fit: pinned prefixes hold what it would need."""
+        error = KVBudgetError(
+            "the request does not fit beside the pinned prefixes",
+            param="prompt",
+            value=len(seq.tokens),
+            limit=self.kv.available * self.spec.block_size,
+            hint="release pinned prefixes or raise kv_memory",
+        )
+        self._end(seq, FinishReason.ERROR, error)
+
+    def _ensure(self, seq: Sequence, tokens: int) -> bool:
+        """Give the sequence blocks for its first `tokens` positions; preempt the lowest class, latest first, for them.
+
+        False when that was the sequence itself. Callers go from the most to the least urgent, so that no victim
+        is in the plan already.
+        """
+        while not self.kv.grow(seq, tokens):
+            victim = max(self.running, key=lambda s: (s.aged_rank, s.order))
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _unregister(self, seq: Sequence) -> None:
+        for value in seq.hashes:
+            if self._computing.get(value) is seq:
+                del self._computing[value]
+
+    # -- taking the outcome into the books ----------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> None:
+        """The plan was executed in `ms`, and `sampled` holds the next token(s) of every sequence that wanted any."""
+        decodes = prompt_tokens = 0
+        for item in plan.sequences:
+            seq = self._by_id.get(item.seq_id)
+            if seq is None:  # ended while its row was sampled
+                continue
+            fed = len(item.tokens)
+            if seq.decoding:
+                decodes += 1
+            else:
+                prompt_tokens += fed
+            self.kv.copied(seq)
+            seq.computed_tokens += fed
+            self.queue.serve(seq, fed)
+            self._advance(seq, fed, sampled.get(item.seq_id, ()))
+        if plan.chain == 1:
+            self.pacer.observe(decodes, prompt_tokens, ms)
+        self._expire(now)
+
+    def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...]) -> None:
+        prefill = not seq.decoding
+        seq.computed += fed
+        if prefill:
+            self.kv.index(seq, tail=True)
+            if seq.behind == 0:
+                self._unregister(seq)
+        if seq.prefill_only and seq.behind == 0:
+            self.pinned[seq.seq_id] = list(seq.blocks)
+            self.kv.pool.hold(seq.blocks)
+            self._end(seq, FinishReason.STOP)
+            return
+        if not tokens:
+            return
+        kept, text, finish = [], [], None
+        for i, token in enumerate(tokens):
+            verdict = seq.checker.push(token)
+            seq.computed += i > 0  # chained tokens were fed on the device
+            text.append(verdict.text)
+            if verdict.is_output:
+                kept.append(token)
+                seq.tokens.append(token)
+            if verdict.reason is not None:
+                finish = verdict.reason
+                break
+        seq.computed = min(seq.computed, len(seq.tokens))
+        progress = Progress(seq, tuple(kept), "".join(text), finish)
+        if finish is not None:
+            self._end(seq, finish, progress=progress)
+            return
+        if not prefill and seq.computed // self.spec.block_size > seq.indexed:
+            self.kv.index(seq, tail=False)
+        self._progress.append(progress)
+
+    def fail(self, plan: StepPlan, error: ShoalError) -> None:
+        """The plan's pass failed: every sequence in it ends with `error`; KV it may have written is not trusted."""
+        for item in plan.sequences:
+            self.poison(item.seq_id, error)
+
+    def poison(self, seq_id: SeqId, error: ShoalError) -> None:
+        """End one sequence whose KV cannot be trusted; the tree forgets every block it computed itself."""
+        seq = self._by_id.get(seq_id)
+        if seq is None:
+            return
+        self.kv.distrust(seq)
+        self._end(seq, FinishReason.ERROR, error)

@@ -1,0 +1,87 @@
+"""What a caller holds of the engine: a request in flight, a pinned prefix."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from shoal.types import Event, Namespace, Result, SeqId
+
+if TYPE_CHECKING:
+    from shoal.engine import Engine
+    from shoal.intake import Admissible
+    from shoal.loop import Ticket
+
+
+class Handle:
+    """One request in flight. Iterate over it for its events, as they come; the last one has the result.
+
+    Each event is given once: iterate from one place, or call `result`, which takes whatever is left.
+    """
+
+    def __init__(self, engine: Engine, request_id: str, admissible: Admissible) -> None:
+        self.id = request_id
+        self.admissible = admissible
+        self.ticket: Ticket | None = None  # set on the engine's thread when the request has joined the loop
+        self._engine = engine
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._result: Result | None = None
+
+    def put(self, event: Event) -> None:
+        """Take an event in; called on the engine's thread."""
+        self._events.put(event)
+
+    def __iter__(self) -> Iterator[Event]:
+        while self._result is None:
+            event = self._events.get()
+            self._result = event.result
+            yield event
+
+    def result(self, timeout_s: float | None = None) -> Result:
+        """Wait for the end and give the result. TimeoutError after `timeout_s`, which does not end the request."""
+        while self._result is None:
+            try:
+                self._result = self._events.get(timeout=timeout_s).result
+            except queue.Empty:
+                raise TimeoutError(f"request {self.id} has not ended within {timeout_s} s") from None
+        return self._result
+
+    def abort(self) -> None:
+        """End the request at the next token boundary, wherever it stands. Idempotent."""
+        self._engine.abort(self)
+
+    def fork(self, count: int) -> list[Handle]:
+        """Branch the request at its current token into `count` more, which share all KV so far.
+
+        A branch goes on with the same parameters and a seed of its own; its result has the whole output, its events
+        what comes after the fork. Greedy branches write what the parent writes. Raises `InvalidRequestError` when the
+        request has ended, `QueueFullError`, `EngineClosedError`.
+        """
+        return self._engine.fork(self, count)
+
+
+class Prefix:
+    """A prefix whose KV stays computed and held until it is released. Usable with `with`."""
+
+    def __init__(self, engine: Engine, seq_id: SeqId, tokens: tuple[int, ...], namespace: Namespace) -> None:
+        self.seq_id = seq_id
+        self.tokens = tokens
+        self.namespace = namespace
+        self.released = False
+        self._engine = engine
+
+    def release(self) -> None:
+        """Let the KV go: it stays cached while there is room. Idempotent."""
+        if not self.released:
+            self.released = True
+            self._engine.release_prefix(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,157 @@
+"""A deterministic toy model behind the Runner protocol, for tests, examples and trying the engine without a model.
+
+Its "KV" of a position is a hash of the token, the position and all KV before it, so that one wrong or stale slot
+anywhere in a sequence's blocks changes every later logit, as in a real transformer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import RunnerError
+from shoal.types import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+
+_MASK = (1 << 64) - 1
+Fault = Callable[[StepPlan], None]
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64 (Steele et al., 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class FakeRunner:
+    """Toy model of `vocab_size` tokens over paged KV of 8 bytes a slot.
+
+    `step_s` is slept in each step. `fault` is called with each plan before it is executed, and may raise or sleep;
+    `nan_for` names sequences whose rows come out as NaN. `keep_plans` records every plan.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 259,
+        num_blocks: int = 256,
+        block_size: int = 32,
+        context_length: int = 4096,
+        max_chain: int = 4,
+        copies_blocks: bool = True,
+        step_s: float = 0.0,
+        fault: Fault | None = None,
+        keep_plans: bool = False,
+    ) -> None:
+        self.spec = ModelSpec(
+            name="fake",
+            architecture="fake",
+            runner="fake",
+            precision="u64",
+            vocab_size=vocab_size,
+            context_length=context_length,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_bytes_per_token=8,
+            weight_bytes=0,
+            max_chain=max_chain,
+            copies_blocks=copies_blocks,
+            exact=True,
+        )
+        self.step_s = step_s
+        self.fault = fault
+        self.nan_for: set[SeqId] = set()
+        self.plans: list[StepPlan] | None = [] if keep_plans else None
+        self.closed = False
+        self._kv = [[0] * block_size for _ in range(num_blocks)]
+        self._salt = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """One pass. RunnerError for a table that does not cover what is fed, or a chain that cannot be."""
+        if self.plans is not None:
+            self.plans.append(plan)
+        if self.fault is not None:
+            self.fault(plan)
+        if self.step_s:
+            time.sleep(self.step_s)
+        for source, destination in plan.copies:
+            self._kv[destination] = list(self._kv[source])
+        argmax: dict[SeqId, tuple[int, ...]] = {}
+        rows: list[NDArray[np.float32]] = []
+        for item in plan.sequences:
+            logits = self._feed(item, item.tokens, item.start)
+            if item.want is Want.LOGITS:
+                rows.append(logits)
+            elif item.want is Want.ARGMAX:
+                argmax[item.seq_id] = self._chain(item, logits, plan.chain)
+        return StepOutput(argmax, np.stack(rows) if rows else None)
+
+    def _chain(self, item: ScheduledSequence, logits: NDArray[np.float32], chain: int) -> tuple[int, ...]:
+        if chain > 1 and len(item.tokens) != 1:
+            raise RunnerError("a chained step feeds one token per sequence", value=len(item.tokens), limit=1)
+        tokens = [self._best(logits)]
+        while len(tokens) < chain:
+            tokens.append(self._best(self._feed(item, (tokens[-1],), item.start + len(tokens))))
+        return tuple(tokens)
+
+    @staticmethod
+    def _best(logits: NDArray[np.float32]) -> int:
+        return -1 if np.isnan(logits[0]) else int(logits.argmax())
+
+    def _feed(self, item: ScheduledSequence, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
+        size = self.spec.block_size
+        if (start + len(tokens) - 1) // size >= len(item.block_table):
+            raise RunnerError(f"sequence {item.seq_id} feeds past its block table", value=start + len(tokens))
+        state = 0
+        for position in range(start):
+            state = _mix(state ^ self._kv[item.block_table[position // size]][position % size])
+        for position, token in enumerate(tokens, start):
+            value = _mix(state ^ _mix(token * 0x1000003 + position))
+            self._kv[item.block_table[position // size]][position % size] = value
+            state = _mix(state ^ value)
+        if item.seq_id in self.nan_for:
+            return np.full(self.spec.vocab_size, np.nan, np.float32)
+        bits = self._salt ^ np.uint64(state)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)) - np.float32(2.0)
+
+    def release(self, seq_ids: Sequence[SeqId]) -> None:
+        """Forget injected faults of these sequences."""
+        self.nan_for.difference_update(seq_ids)
+
+    def close(self) -> None:
+        """Drop the KV."""
+        self.closed = True
+        self._kv = []
+
+
+class ByteTokenizer:
+    """One token per byte, 0 to 255, then 256 = end, 257 = user turn, 258 = assistant turn: enough for the toy model."""
+
+    vocab_size = 259
+    eos_ids = frozenset({256})
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:  # noqa: ARG002 - the face of Tokenizer
+        """UTF-8 bytes of the text."""
+        return list(text.encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        """The token's byte; nothing for the three special ones."""
+        return bytes([token]) if token < 256 else b""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the bytes; what is not UTF-8 becomes U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
+    def encode_messages(self, messages: Sequence[object]) -> list[int]:
+        """Turn marks around each message's content."""
+        tokens: list[int] = []
+        for message in messages:
+            assert isinstance(message, dict)
+            tokens += [258 if message["role"] == "assistant" else 257, *str(message["content"]).encode()]
+        return [*tokens, 258]
