@@ -1,0 +1,183 @@
+"""Chat templates: messages to the prompt text the model was trained on.
+
+A template is a program that comes with the weights, so it runs in Jinja's immutable sandbox, with a budget on top.
+Contained: access to attributes of Python objects beyond data, changes to arguments, loops and recursion without end
+(`MAX_STEPS` loop rounds and macro calls), output over `MAX_CHARS`, strings grown by operators, macros or block sets,
+huge numbers. Not contained: memory and time of a single filter or method (`|center(10**9)`, `|join` and `|replace` of
+texts that grow), so a template from a source you do not trust still deserves a process with a memory limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import InvalidRequestError
+from shoal.types import Message
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+MAX_STEPS = 250_000  # about a second
+MAX_CHARS = 32_000_000
+
+# What an expression of a template can raise, beside Jinja's own errors: it computes with data of unknown types.
+_EXPRESSION_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_MARK = "shoal-probe-text"
+
+
+def _refused(message: str, value: object = None, limit: object = None, hint: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(message, param="messages", value=value, limit=limit, hint=hint)
+
+
+class ChatTemplate:
+    """One Jinja chat template; without a source it exists but refuses to render. May be shared between threads."""
+
+    def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
+        self.source = source
+        self._variables = {"bos_token": bos_token, "eos_token": eos_token}
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for `messages`, by default up to where the assistant's next message begins.
+
+        Content may be a string, a list of text parts (joined by newlines where the template takes only strings), or
+        null beside tool calls. `variables` are handed to the template as they are (`enable_thinking=False`).
+        Raises `InvalidRequestError` with param "messages" for malformed messages, a missing or broken template,
+        and whatever the template itself refuses.
+        """
+        clean = [self._check(message, index) for index, message in enumerate(messages)]
+        if not clean:
+            raise _refused("there are no messages", hint="give at least one")
+        if any(isinstance(message["content"], list) for message in clean) or not self._takes[0]:
+            clean = [self._fit(message) for message in clean]
+        inputs = {"tools": list(tools) if tools else None, "documents": None, **variables}
+        return self._run(clean, add_generation_prompt=add_generation_prompt, **inputs)
+
+    def _check(self, message: object, index: int) -> dict[str, Any]:
+        """A copy of `message` with a role and with content that is a string or a list of text parts."""
+        if not isinstance(message, Mapping):
+            raise _refused(f"message {index} is a {type(message).__name__}", message, hint="it must be an object")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise _refused(f"message {index} has role {role!r}", role, hint="give each message a role")
+        clean = dict(message)
+        calls = clean.get("tool_calls")
+        if calls:
+            clean["tool_calls"] = _tool_calls(calls, index)
+        content = clean.get("content")
+        if content is None and calls:
+            clean["content"] = ""
+        elif isinstance(content, list | tuple):
+            clean["content"] = [_part(part, index) for part in content]
+        elif not isinstance(content, str):
+            raise _refused(
+                f"message {index} has content {content!r:.80}", content, hint="it must be a string or a list of parts"
+            )
+        return clean
+
+    def _fit(self, message: dict[str, Any]) -> dict[str, Any]:
+        """`message` with its content in the form the template takes; unchanged where it takes both or neither."""
+        takes_text, takes_parts = self._takes
+        content = message["content"]
+        if isinstance(content, list) and not takes_parts:
+            content = "\n".join(part["text"] for part in content)
+        elif isinstance(content, str) and takes_parts and not takes_text:
+            content = [{"type": "text", "text": content}]
+        return {**message, "content": content}
+
+    @cached_property
+    def _takes(self) -> tuple[bool, bool]:
+        """Whether the template puts (strings, parts) into the prompt as text. Found out by trying."""
+        part = [{"type": "text", "text": _MARK}]
+        return self._shows(_MARK), self._shows(part)
+
+    def _shows(self, content: object) -> bool:
+        try:
+            text = self._run([{"role": "user", "content": content}], add_generation_prompt=True, tools=None)
+        except InvalidRequestError:
+            # A template may insist on more than one user message. Strings are what nearly all take.
+            return isinstance(content, str)
+        return _MARK in text and "'type'" not in text and '"type"' not in text
+
+    @cached_property
+    def _compiled(self) -> Template:
+        from jinja2 import TemplateError
+
+        from shoal.models.sandbox import BudgetedEnvironment
+
+        if not self.source:
+            raise _refused("the model has no chat template", hint="send a prompt, or use an instruction-tuned model")
+        try:
+            template = BudgetedEnvironment(MAX_STEPS, MAX_CHARS).from_string(self.source)
+        except (TemplateError, RecursionError) as error:
+            raise _refused(f"the model's chat template is broken ({error})", hint="use another model file") from error
+        template.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        return template
+
+    def _run(self, messages: list[dict[str, Any]], **inputs: Any) -> str:
+        from jinja2 import TemplateError
+
+        template = self._compiled
+        pieces: list[str] = []
+        length = 0
+        try:
+            template.environment.start()  # type: ignore[attr-defined]
+            for piece in template.generate(messages=messages, **{**self._variables, **inputs}):
+                length += len(piece)
+                if length > MAX_CHARS:
+                    raise _refused("the chat template's output is too long", length, MAX_CHARS)
+                pieces.append(piece)
+        except (TemplateError, *_EXPRESSION_ERRORS) as error:
+            what = str(error) or type(error).__name__
+            raise _refused(
+                f"the chat template refused the messages ({what})", hint="check the roles and their order"
+            ) from error
+        return "".join(pieces)
+
+
+def _part(part: object, index: int) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
+        raise _refused(
+            f"message {index} has a content part of type {kind!r}",
+            kind,
+            limit="text",
+            hint='parts must be {"type": "text", "text": ...}',
+        )
+    return dict(part)
+
+
+def _tool_calls(calls: object, index: int) -> list[dict[str, Any]]:
+    """Copies of `calls` with arguments as objects: templates expect those, the OpenAI API sends JSON text."""
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise _refused(f"message {index} has malformed tool_calls", calls, hint="it must be a list of objects")
+    clean = []
+    for call in map(dict, calls):
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            # A model may have written them badly: the template then shows them as they are.
+            with suppress(ValueError, RecursionError):
+                call["function"] = {**function, "arguments": json.loads(function["arguments"])}
+        clean.append(call)
+    return clean
+
+
+def _raise_exception(message: object) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
