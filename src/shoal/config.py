@@ -38,7 +38,8 @@ class EngineConfig:
     where the runner can (1: strict streaming). ageing_s: waiting this long lifts a request by one priority class.
     watchdog_s: a forward pass that takes longer is taken for hung. threads: of the runner (None: all cores).
     precision: "auto", "bf16" or "f32". seed: where requests without one get theirs from (None: from the system).
-    runner: which backend ("auto": the best this machine has).
+    runner: which backend ("auto": the best this machine has). record: a file to log arrivals, plans and samples to, for
+    `shoal replay`.
     """
 
     max_batch: int = 8
@@ -56,6 +57,7 @@ class EngineConfig:
     precision: str = "auto"
     runner: str = "auto"
     seed: int | None = None
+    record: str | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -249,8 +249,7 @@ class Engine:
         def halt() -> None:
             self._suspended = True
             if drop_kv:
-                self._loop.scheduler.preempt_all()
-                self._loop.scheduler.kv.drop_cached()
+                self._loop.scheduler.preempt_all(drop_cached=True)
 
         self.call(halt)
 
@@ -352,6 +351,7 @@ class Engine:
                 self._serve(self._loop)
             finally:
                 runner.close()
+                self._loop.scheduler.close()
         except BaseException as error:  # noqa: BLE001 - the second loop boundary: nobody may be left waiting
             if not started.done():
                 started.set_exception(error)

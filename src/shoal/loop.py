@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from shoal.config import EngineConfig
 from shoal.core.scheduler import Progress, Scheduler
-from shoal.core.sequence import RANKS, Sequence, Status
+from shoal.core.sequence import RANKS, Sequence
 from shoal.core.stop import StopChecker
 from shoal.errors import RunnerError, ShoalError
 from shoal.intake import Admissible, Intake
+from shoal.record import RecordingScheduler
 from shoal.runners.base import Runner
 from shoal.sampling import INVALID_TOKEN, SamplerState, sample
 from shoal.types import (
@@ -83,7 +84,8 @@ class StepLoop:
         self.intake = intake
         self.config = config
         self.clock = clock
-        self.scheduler = Scheduler(runner.spec, config)
+        make = Scheduler if config.record is None else RecordingScheduler
+        self.scheduler = make(runner.spec, config)
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
@@ -154,8 +156,7 @@ class StepLoop:
     def share(self, ticket: Ticket) -> tuple[int, ...]:
         """Put all KV a request has so far within reach of others (for a fork); gives its output so far."""
         seq = ticket.seq
-        if seq.status is Status.RUNNING:
-            self.scheduler.kv.index(seq, tail=True)
+        self.scheduler.share(seq)
         return tuple(seq.tokens[seq.prompt_len :])
 
     def abort(

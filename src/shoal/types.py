@@ -327,8 +327,9 @@ class StepPlan:
 class StepOutput:
     """What a step gave.
 
-    `argmax` holds `chain` tokens for each sequence that wanted ARGMAX. `logits`, float32 [n, V], holds one row for
-    each sequence that wanted LOGITS, in plan order; it is valid until the runner's next call and may be written to.
+    `argmax` holds `chain` tokens for each sequence that wanted ARGMAX, of equal logits the lowest token, and -1 where
+    the logits were not finite numbers. `logits`, float32 [n, V], holds one row for each sequence that wanted LOGITS, in
+    plan order; it is valid until the runner's next call and may be written to.
     """
 
     argmax: Mapping[SeqId, tuple[int, ...]]

@@ -132,10 +132,20 @@ class Scheduler:
         """Let go of a prefix that a `prefill_only` sequence computed; its blocks stay cached while there is room."""
         self.kv.tree.release(self.pinned.pop(seq_id, []))
 
-    def preempt_all(self) -> None:
-        """Send the whole batch back to the queue, as for a suspension that gives the KV up."""
+    def share(self, seq: Sequence) -> None:
+        """Put all KV a running sequence has so far within reach of others, its last block included."""
+        if seq.status is Status.RUNNING:
+            self.kv.index(seq, tail=True)
+
+    def preempt_all(self, *, drop_cached: bool = False) -> None:
+        """Send the whole batch back to the queue; with `drop_cached` give up all KV that is not pinned."""
         for seq in list(self.running):
             self._preempt(seq)
+        if drop_cached:
+            self.kv.drop_cached()
+
+    def close(self) -> None:
+        """Nothing follows."""
 
     # -- planning -----------------------------------------------------------------------------------------------
 
@@ -153,7 +163,7 @@ class Scheduler:
         budget = max(self.config.max_step_tokens - decodes, 0)
         if decodes:
             budget = self.pacer.prompt_budget(budget)
-        budget = self._continue_prefills(in_order, planned, budget)
+        budget = self._continue_prefills(in_order, planned, budget, self._next_to_join(now) is not None)
         copies = self._admit(now, planned, budget)
         if not planned:
             return None
@@ -192,39 +202,39 @@ class Scheduler:
         want = (Want.ARGMAX if seq.greedy else Want.LOGITS) if last else Want.NOTHING
         return ScheduledSequence(seq.seq_id, tuple(seq.tokens[start : start + count]), start, seq.table, want)
 
-    def _continue_prefills(self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int) -> int:
-        """Share the prompt budget among running prefills; a long one leaves half of it to those behind it."""
+    def _continue_prefills(
+        self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int, joining: bool
+    ) -> int:
+        """Share the prompt budget among running prefills, and with a newcomer if there is one; returns what is left."""
         pending = [s for s in in_order if s.status is Status.RUNNING and s.behind and not s.decoding]
         pending.sort(key=lambda s: (s.aged_rank, self.queue.service(s) if s.group else 0.0, s.order))
-        behind = sum(s.behind for s in pending)
+        others = sum(s.behind for s in pending) + (budget if joining else 0)
         for seq in pending:
-            behind -= seq.behind
-            chunk = self._chunk(seq, budget, behind)
+            others -= seq.behind
+            chunk = _chunk(seq, budget, others)
             if chunk and self._ensure(seq, seq.computed + chunk):
                 planned.append(self._feed(seq, chunk))
                 budget -= chunk
         return budget
 
-    def _chunk(self, seq: Sequence, budget: int, others: int) -> int:
-        """Prompt tokens for one sequence, when `others` more wait to be computed by those after it."""
-        return min(seq.behind, max(budget - others, (budget + 1) // 2))
-
     def _admit(self, now: float, planned: list[ScheduledSequence], budget: int) -> list[tuple[BlockId, BlockId]]:
         """Let waiting sequences join while rows, prompt budget and blocks last."""
         copies: list[tuple[BlockId, BlockId]] = []
-        while budget > 0 and len(self.running) < self.config.max_batch and len(self.queue):
-            seq = self._next_to_join(now)
-            if seq is None or not self._join(seq, now):
-                break
+        seq = self._next_to_join(now)
+        while seq is not None and budget > 0 and self._join(seq, now):
             if seq.copy_source is not None:
                 copies.append((seq.copy_source, seq.blocks[seq.shared_blocks]))
-            chunk = min(seq.behind, budget)
+            following = self._next_to_join(now)
+            chunk = _chunk(seq, budget, budget if following is not None else 0)
             planned.append(self._feed(seq, chunk))
             budget -= chunk
+            seq = following
         return copies
 
     def _next_to_join(self, now: float) -> Sequence | None:
-        """The first in line that need not wait for a leader's blocks; looks at a bounded number."""
+        """The first in line that need not wait for a leader's blocks, if a row is free; looks at a bounded number."""
+        if len(self.running) >= self.config.max_batch or not len(self.queue):
+            return None
         for looked, seq in enumerate(self.queue.candidates(now)):
             if looked >= 8 * self.config.max_batch:
                 return None
@@ -247,7 +257,7 @@ class Scheduler:
         if leader is None:
             return False
         until = min(common_prefix(leader.tokens, seq.tokens), len(seq.tokens) - 1)
-        if until < (depth - 1) * size or leader.computed >= until:
+        if until < (depth - 1) * size or leader.computed >= until:  # the hashes collided, or it is done
             return False
         seq.waits_for, seq.waits_until = leader, until
         return True
@@ -386,3 +396,8 @@ class Scheduler:
             return
         self.kv.distrust(seq)
         self._end(seq, FinishReason.ERROR, error)
+
+
+def _chunk(seq: Sequence, budget: int, others: int) -> int:
+    """Prompt tokens for one sequence when those behind it want `others`: a long one leaves half the budget to them."""
+    return min(seq.behind, max(budget - others, (budget + 1) // 2))
