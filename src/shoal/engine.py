@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -106,8 +107,8 @@ class Engine:
         Raises a `RequestError` that names the field when it cannot be served, `QueueFullError` when too many wait,
         `EngineClosedError`.
         """
-        admissible = self.intake.admit(request)
-        return self._submit(admissible, sink)
+        self._refuse_if_closed()
+        return self._submit(self.intake.admit(request), sink)
 
     @property
     def intake(self) -> Intake:
@@ -348,10 +349,10 @@ class Engine:
             try:
                 self._loop = StepLoop(runner, Intake(runner.spec, self.codec, self.config.seed), self.config)
                 started.set_result(self._loop)
-                self._serve(self._loop)
+                with contextlib.closing(self._loop.scheduler):
+                    self._serve(self._loop)
             finally:
                 runner.close()
-                self._loop.scheduler.close()
         except BaseException as error:  # noqa: BLE001 - the second loop boundary: nobody may be left waiting
             if not started.done():
                 started.set_exception(error)

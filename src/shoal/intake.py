@@ -83,12 +83,12 @@ class Intake:
         room = self.spec.context_length - len(tokens)
         if sampling.max_tokens > room:  # the context ends the output; `finish_reason` says `length`
             sampling = dataclasses.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
-        self._check_budget(len(tokens), sampling.max_tokens)
         for token in sampling.stop_token_ids:
             self._check_token(token, "stop_token_ids")
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(62)
         admissible = Admissible(request, tuple(tokens), sampling, seed)
         admissible.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
+        self._check_budget(len(tokens), sampling.max_tokens)
         return admissible
 
     def check_tokens(self, tokens: Sequence[int]) -> None:

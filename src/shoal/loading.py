@@ -70,21 +70,17 @@ def open_model(model: str, config: EngineConfig, store: Store | None = None) -> 
 
     store = store or Store()
     files = store.resolve(model)
-    gguf = None
-    if files.kind == "gguf":
-        from shoal.models.gguf import read_gguf
-
-        gguf = read_gguf(files.path)
-    return OpenedModel(ModelCodec(load_tokenizer(files, gguf)), partial(_openvino, files, config, store))
+    return OpenedModel(ModelCodec(load_tokenizer(files)), partial(make_runner, files, config, store))
 
 
-def _openvino(files: ModelFiles, config: EngineConfig, store: Store) -> Runner:
+def make_runner(files: ModelFiles, config: EngineConfig, store: Store) -> Runner:
+    """Load a model's weights into the runner that the config asks for."""
     from shoal.runners.openvino.runner import OpenVINORunner
 
     kv_bytes = config.bytes_of("kv_memory")
     assert kv_bytes is not None
     return OpenVINORunner.load(
-        files,
+        files.path,
         kv_bytes=kv_bytes,
         cache_dir=store.cache_dir(files.key),
         threads=config.threads,

@@ -1,0 +1,231 @@
+"""What every runner owes the core, on every runner. Rows are compared bit for bit where a runner says it is exact."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shoal.runners.base import Runner
+from shoal.types import ScheduledSequence, StepPlan, Want
+
+Row = NDArray[np.float32]
+
+
+class Bench:
+    """Plans over fresh blocks of one runner."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.size = runner.spec.block_size
+        self._blocks = itertools.cycle(range(runner.spec.num_blocks))
+        self._ids = itertools.count(1)
+        self._steps = itertools.count(1)
+        self.rng = random.Random(7)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(3, min(self.runner.spec.vocab_size, 250)) for _ in range(count)]
+
+    def table(self, tokens: int) -> tuple[int, ...]:
+        return tuple(next(self._blocks) for _ in range(-(-tokens // self.size)))
+
+    def item(
+        self, tokens: Sequence[int], start: int, table: tuple[int, ...], want: Want = Want.LOGITS, seq_id: int = 0
+    ) -> ScheduledSequence:
+        return ScheduledSequence(seq_id or next(self._ids), tuple(tokens), start, table, want)
+
+    def run(self, *items: ScheduledSequence, copies: tuple[tuple[int, int], ...] = ()) -> list[Row]:
+        output = self.runner.execute(StepPlan(next(self._steps), items, copies))
+        return [] if output.logits is None else [row.copy() for row in output.logits]
+
+    def whole(self, tokens: Sequence[int]) -> Row:
+        """Logits after a prompt computed in one piece, alone, in blocks of its own."""
+        (row,) = self.run(self.item(tokens, 0, self.table(len(tokens))))
+        return row
+
+    def same(self, a: Row, b: Row) -> bool:
+        if self.runner.spec.exact:
+            return a.tobytes() == b.tobytes()
+        return int(a.argmax()) == int(b.argmax()) and bool(np.abs(a - b).max() < 0.5)
+
+
+@pytest.fixture(scope="module")
+def bench(runner: Runner) -> Bench:
+    return Bench(runner)
+
+
+def test_the_spec_tells_the_truth(bench: Bench) -> None:
+    spec = bench.runner.spec
+    assert spec.block_bytes * spec.num_blocks > 0
+    assert bench.whole(bench.tokens(5)).shape == (spec.vocab_size,)
+    assert bench.whole(bench.tokens(5)).dtype == np.float32
+
+
+def test_logits_depend_on_every_token(bench: Bench) -> None:
+    tokens = bench.tokens(40)
+    row = bench.whole(tokens)
+    for at in (0, 20, 39):
+        changed = [*tokens]
+        changed[at] = tokens[at] + 1
+        assert not np.array_equal(row, bench.whole(changed)), f"token {at} does not matter"
+
+
+@pytest.mark.parametrize("cuts", [[1], [31], [32], [33], [10, 20, 69]])
+def test_chunks_give_what_the_whole_gives(bench: Bench, cuts: list[int]) -> None:
+    tokens = bench.tokens(70)
+    table = bench.table(70)
+    edges = [0, *cuts, 70]
+    rows: list[Row] = []
+    for begin, end in itertools.pairwise(edges):
+        want = Want.LOGITS if end == 70 else Want.NOTHING
+        rows = bench.run(bench.item(tokens[begin:end], begin, table, want))
+        assert len(rows) == (end == 70)
+    assert bench.same(rows[0], bench.whole(tokens))
+
+
+def test_batch_mates_change_nothing(bench: Bench) -> None:
+    tokens = bench.tokens(45)
+    alone = bench.whole(tokens)
+    mate, table = bench.tokens(30), bench.table(31)
+    bench.run(bench.item(mate, 0, table))
+    rows = bench.run(
+        bench.item(bench.tokens(1), 30, table),
+        bench.item(tokens, 0, bench.table(45)),
+        bench.item(bench.tokens(90), 0, bench.table(90), Want.NOTHING),
+        bench.item(bench.tokens(2), 0, bench.table(2)),
+    )
+    assert bench.same(rows[1], alone)
+
+
+def test_a_decoded_token_gives_what_a_prompt_with_it_gives(bench: Bench) -> None:
+    tokens, table = bench.tokens(33), bench.table(64)
+    bench.run(bench.item(tokens[:30], 0, table))
+    rows: list[Row] = []
+    for at in range(30, 33):
+        rows = bench.run(bench.item(tokens[at : at + 1], at, table))
+    assert bench.same(rows[0], bench.whole(tokens))
+
+
+def test_a_lone_token_is_no_special_case(bench: Bench) -> None:
+    token = bench.tokens(1)
+    alone = bench.whole(token)
+    rows = bench.run(bench.item(token, 0, bench.table(1)), bench.item(bench.tokens(7), 0, bench.table(7)))
+    assert bench.same(rows[0], alone)
+
+
+def test_blocks_may_lie_anywhere_and_be_longer_than_needed(bench: Bench) -> None:
+    tokens = bench.tokens(80)
+    table = list(bench.table(160))
+    bench.rng.shuffle(table)
+    (row,) = bench.run(bench.item(tokens, 0, tuple(table)))
+    assert bench.same(row, bench.whole(tokens))
+
+
+def test_shared_blocks_serve_many_at_once(bench: Bench) -> None:
+    trunk, table = bench.tokens(64), bench.table(64)
+    bench.run(bench.item(trunk, 0, table, Want.NOTHING))
+    branches = [bench.tokens(5) for _ in range(3)]
+    rows = bench.run(*(bench.item(branch, 64, (*table, *bench.table(5))) for branch in branches))
+    for row, branch in zip(rows, branches, strict=True):
+        assert bench.same(row, bench.whole([*trunk, *branch]))
+
+
+def test_kv_stays_when_the_sequence_that_wrote_it_is_released(bench: Bench) -> None:
+    trunk, table = bench.tokens(32), bench.table(32)
+    bench.run(bench.item(trunk, 0, table, Want.NOTHING, seq_id=10_001))
+    bench.runner.release([10_001, 99_999])
+    bench.whole(bench.tokens(40))
+    (row,) = bench.run(bench.item([5, 6], 32, (*table, *bench.table(2))))
+    assert bench.same(row, bench.whole([*trunk, 5, 6]))
+
+
+def test_a_block_used_again_shows_nothing_of_before(bench: Bench) -> None:
+    table = bench.table(64)
+    bench.run(bench.item(bench.tokens(64), 0, table))
+    tokens = bench.tokens(40)
+    (row,) = bench.run(bench.item(tokens, 0, table))
+    assert bench.same(row, bench.whole(tokens))
+
+
+def test_a_copied_block_serves_up_to_where_the_tokens_agree(bench: Bench) -> None:
+    if not bench.runner.spec.copies_blocks:
+        pytest.skip("this runner does not copy blocks")
+    first = bench.tokens(40)
+    table = bench.table(64)
+    bench.run(bench.item(first, 0, table))
+    second = [*first[:35], *bench.tokens(6)]
+    copy = bench.table(1)
+    (row,) = bench.run(bench.item(second[35:], 35, (table[0], *copy)), copies=((table[1], copy[0]),))
+    assert bench.same(row, bench.whole(second))
+    (row,) = bench.run(bench.item([9], 40, table))  # the source is as it was
+    assert bench.same(row, bench.whole([*first, 9]))
+
+
+def test_wants_are_answered_in_plan_order(bench: Bench) -> None:
+    prompts = [bench.tokens(n) for n in (3, 4, 5, 6, 7)]
+    wants = [Want.LOGITS, Want.ARGMAX, Want.NOTHING, Want.LOGITS, Want.ARGMAX]
+    items = [bench.item(p, 0, bench.table(len(p)), w) for p, w in zip(prompts, wants, strict=True)]
+    output = bench.runner.execute(StepPlan(1, tuple(items)))
+    assert set(output.argmax) == {items[1].seq_id, items[4].seq_id}
+    assert output.logits is not None
+    rows = [row.copy() for row in output.logits]
+    assert len(rows) == 2
+    expected = [bench.whole(p) for p in prompts]
+    assert bench.same(rows[0], expected[0])
+    assert bench.same(rows[1], expected[3])
+    for i in (1, 4):
+        assert output.argmax[items[i].seq_id] == (int(expected[i].argmax()),)
+
+
+def test_logits_may_be_written_to(bench: Bench) -> None:
+    output = bench.runner.execute(StepPlan(1, (bench.item([3, 4], 0, bench.table(2)),)))
+    assert output.logits is not None
+    output.logits[0] = 0.0
+    assert not np.array_equal(bench.whole([3, 4]), output.logits[0])
+
+
+def test_a_chain_is_the_same_as_single_steps(bench: Bench) -> None:
+    longest = bench.runner.spec.max_chain
+    if longest == 1:
+        pytest.skip("this runner does not chain")
+    prompt, table = bench.tokens(30), bench.table(30 + longest)
+    token = int(bench.run(bench.item(prompt, 0, table))[0].argmax())
+    plan = StepPlan(1, (bench.item([token], 30, table, Want.ARGMAX, seq_id=5),), chain=longest)
+    chained = bench.runner.execute(plan).argmax[5]
+    written = [token]
+    for _ in range(longest):
+        written.append(int(bench.whole([*prompt, *written]).argmax()))
+    assert chained == tuple(written[1:])
+
+
+def _schedule(bench: Bench, lengths: Sequence[int], draw: Callable[[int, int], int]) -> None:
+    """Several sequences in random chunks and random company; the last row of each must be its row alone."""
+    prompts = [bench.tokens(n) for n in lengths]
+    tables = [bench.table(n) for n in lengths]
+    done = [0] * len(lengths)
+    rows: dict[int, Row] = {}
+    while len(rows) < len(lengths):
+        items, members = [], []
+        for i, prompt in enumerate(prompts):
+            if done[i] == len(prompt) or draw(0, 3) == 0:
+                continue
+            take = min(draw(1, 50), len(prompt) - done[i])
+            last = done[i] + take == len(prompt)
+            want = Want.LOGITS if last else Want.NOTHING
+            items.append(bench.item(prompt[done[i] : done[i] + take], done[i], tables[i], want, seq_id=500 + i))
+            members += [i] if last else []
+            done[i] += take
+        if items:
+            rows.update(zip(members, bench.run(*items), strict=True))
+    for i, prompt in enumerate(prompts):
+        assert bench.same(rows[i], bench.whole(prompt)), f"prompt {i} of {len(prompt)} tokens"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules_give_each_what_it_gets_alone(bench: Bench, seed: int) -> None:
+    rng = random.Random(seed)
+    _schedule(bench, [rng.randint(1, 150) for _ in range(rng.randint(1, 8))], rng.randint)

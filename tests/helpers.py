@@ -1,0 +1,102 @@
+"""What many tests build: sequences, schedulers, engines on the toy model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from shoal.config import EngineConfig
+from shoal.core.scheduler import Progress, Scheduler
+from shoal.core.sequence import Sequence
+from shoal.core.stop import StopChecker
+from shoal.engine import Engine
+from shoal.intake import Intake
+from shoal.loop import StepLoop
+from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.types import Event, ModelSpec, Request, Result, SamplingParams, StepPlan, Want
+
+BLOCK = 4
+
+
+def spec(num_blocks: int = 32, **fields: Any) -> ModelSpec:
+    return FakeRunner(num_blocks=num_blocks, block_size=BLOCK, **fields).spec
+
+
+class Driver:
+    """A scheduler without a device: every row that wants a token gets the next of a running number."""
+
+    def __init__(self, num_blocks: int = 32, *, copies_blocks: bool = True, **settings: Any) -> None:
+        self.scheduler = Scheduler(spec(num_blocks, copies_blocks=copies_blocks), EngineConfig(**settings))
+        self.now = 0.0
+        self.next_token = 1000
+        self.ended: list[Progress] = []
+        self._ids = 0
+
+    def add(self, tokens: Seq[int], max_tokens: int = 4, **fields: Any) -> Sequence:
+        self._ids += 1
+        checker = StopChecker(SamplingParams(max_tokens=max_tokens), (), lambda token: b"")
+        seq = Sequence(
+            self._ids,
+            list(tokens),
+            prompt_len=len(tokens),
+            max_tokens=max_tokens,
+            checker=checker,
+            greedy=True,
+            **{"arrival": self.now, **fields},
+        )
+        self.scheduler.add(seq)
+        return seq
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule(self.now)
+        assert plan is not None
+        return plan
+
+    def commit(self, plan: StepPlan, ms: float = 1.0) -> None:
+        sampled = {}
+        for item in plan.sequences:
+            if item.want is not Want.NOTHING:
+                sampled[item.seq_id] = tuple(self.next_token + i for i in range(plan.chain))
+                self.next_token += plan.chain
+        self.now += ms / 1e3
+        self.scheduler.commit(plan, sampled, self.now, ms)
+        self.ended += [p for p in self.scheduler.take_progress() if p.finish is not None]
+
+    def step(self) -> StepPlan:
+        plan = self.plan()
+        self.commit(plan)
+        return plan
+
+    def drain(self, limit: int = 500) -> None:
+        while not self.scheduler.idle:
+            assert limit > 0, "the scheduler does not come to an end"
+            limit -= 1
+            plan = self.scheduler.schedule(self.now)
+            if plan is not None:
+                self.commit(plan)
+            self.ended += [p for p in self.scheduler.take_progress() if p.finish is not None]
+
+
+def fed(plan: StepPlan) -> dict[int, int]:
+    """Sequence id to tokens fed."""
+    return {item.seq_id: len(item.tokens) for item in plan.sequences}
+
+
+def toy_engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
+    return Engine(lambda: runner or FakeRunner(), ByteTokenizer(), EngineConfig(**settings))
+
+
+def toy_loop(runner: FakeRunner, **settings: Any) -> StepLoop:
+    return StepLoop(runner, Intake(runner.spec, ByteTokenizer(), 0), EngineConfig(**settings))
+
+
+def finish(loop: StepLoop, requests: Seq[Request]) -> list[Result]:
+    """Run requests on a loop to their ends."""
+    logs: list[list[Event]] = [[] for _ in requests]
+    for i, (request, log) in enumerate(zip(requests, logs, strict=True)):
+        loop.add(f"r{i}", loop.intake.admit(request), log.append)
+    while not loop.idle:
+        loop.step()
+    results = [log[-1].result for log in logs]
+    assert all(results)
+    return [result for result in results if result is not None]
