@@ -1,0 +1,221 @@
+"""Random schedules on a real model, each request held against what it gets alone: tokens, and logits bit for bit.
+
+Requests join and leave at random, are cancelled, forked and preempted, hit cached prefixes or lose them, and are
+computed in random chunks. `python -m tests.parity.equality --schedules 1000` is the large form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shoal.config import EngineConfig
+from shoal.core.audit import check_integrity
+from shoal.intake import Intake
+from shoal.loop import StepLoop, Ticket
+from shoal.runners.base import Runner
+from shoal.sampling import INVALID_TOKEN
+from shoal.types import Event, ModelSpec, Priority, Request, SamplingParams, SeqId, StepOutput, StepPlan, Want
+
+TRUNKS = (0, 40, 300, 600)  # lengths of the beginnings that requests share
+OUTPUT = 12
+
+
+class Watched:
+    """A runner that asks for the logits of every row and notes their bits by the tokens they follow."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.spec: ModelSpec = runner.spec
+        self.tokens: dict[SeqId, list[int]] = {}
+        self.rows: list[tuple[int, ...]] = []  # the tokens before each row seen
+        self.known: dict[tuple[int, ...], str] = {}
+        self.differing: list[tuple[int, ...]] = []
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """The plan with LOGITS in place of ARGMAX, and the answer as it was asked for."""
+        asked = [item for item in plan.sequences if item.want is not Want.NOTHING]
+        wide = tuple(
+            type(i)(i.seq_id, i.tokens, i.start, i.block_table, Want.LOGITS if i.want is Want.ARGMAX else i.want)
+            for i in plan.sequences
+        )
+        output = self._runner.execute(StepPlan(plan.step, wide, plan.copies))
+        for item in plan.sequences:
+            written = self.tokens.setdefault(item.seq_id, [])
+            del written[item.start :]
+            written += item.tokens
+        if output.logits is None:
+            return output
+        logits = output.logits.copy()
+        for item, row in zip(asked, logits, strict=True):
+            self._note(item.seq_id, row.tobytes())
+        full = [i for i, item in enumerate(asked) if item.want is Want.LOGITS]
+        argmax = {
+            item.seq_id: (int(logits[i].argmax()) if np.isfinite(logits[i].max()) else INVALID_TOKEN,)
+            for i, item in enumerate(asked)
+            if item.want is Want.ARGMAX
+        }
+        return StepOutput(argmax, logits[full] if full else None)
+
+    def _note(self, seq_id: SeqId, bits: bytes) -> None:
+        key = tuple(self.tokens[seq_id])
+        digest = hashlib.blake2b(bits, digest_size=16).hexdigest()
+        self.rows.append(key)
+        if self.known.setdefault(key, digest) != digest:
+            self.differing.append(key)
+
+    def know(self, seq: SeqId, tokens: Sequence[int]) -> None:
+        """A sequence that joins with a hit: the tokens before its first fed one."""
+        self.tokens[seq] = list(tokens)
+
+    def release(self, seq_ids: Sequence[SeqId]) -> None:
+        self._runner.release(seq_ids)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+@dataclass
+class Outcome:
+    """What a run of schedules found."""
+
+    schedules: int = 0
+    requests: int = 0
+    rows: int = 0
+    rows_differing: int = 0
+    outputs_differing: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+def make_requests(rng: random.Random, vocab: int, count: int) -> list[Request]:
+    """Prompts that share trunks of several lengths, greedy and sampled."""
+    trunks = [[rng.randrange(3, vocab) for _ in range(n)] for n in TRUNKS]
+    requests = []
+    for i in range(count):
+        prompt = [*rng.choice(trunks), *(rng.randrange(3, vocab) for _ in range(rng.choice((1, 2, 9, 33, 120))))]
+        sampling = SamplingParams(
+            max_tokens=OUTPUT,
+            temperature=rng.choice((0.0, 0.8)),
+            top_p=rng.choice((1.0, 0.9)),
+            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
+            seed=i,
+            ignore_eos=True,
+        )
+        requests.append(Request(prompt_tokens=prompt, sampling=sampling, priority=rng.choice(list(Priority))))
+    return requests
+
+
+def solo(watched: Watched, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    """Each request alone, nothing shared; its rows become the reference."""
+    config = EngineConfig(max_batch=1, prefix_sharing=False, max_step_tokens=2048)
+    outputs = []
+    for request in requests:
+        loop = StepLoop(watched, Intake(watched.spec, None, 0), config)
+        events: list[Event] = []
+        watched.tokens.clear()
+        loop.add("solo", loop.intake.admit(request), events.append)
+        while not loop.idle:
+            loop.step()
+        result = events[-1].result
+        assert result is not None
+        assert result.error is None
+        outputs.append(result.tokens)
+    return outputs
+
+
+def one_schedule(
+    watched: Watched, rng: random.Random, requests: Sequence[Request], alone: Sequence[tuple[int, ...]], out: Outcome
+) -> None:
+    """Some of the requests in one random schedule; differences are counted in `out`."""
+    config = EngineConfig(
+        max_batch=rng.randint(1, 12),
+        max_step_tokens=rng.choice((16, 50, 128, 512)),
+        prefix_sharing=rng.random() < 0.9,
+        max_stall_ms=rng.choice((5, 50, 1000)),
+    )
+    loop = StepLoop(watched, Intake(watched.spec, None, 0), config)
+    watched.tokens.clear()
+    coming = [rng.randrange(len(requests)) for _ in range(rng.randint(2, 14))]
+    events: list[tuple[int, list[Event]]] = []
+
+    def join(i: int, ticket: Ticket | None = None) -> None:
+        events.append((i, []))
+        written = loop.share(ticket) if ticket is not None else ()
+        added = loop.add(f"r{len(events)}", loop.intake.admit(requests[i]), events[-1][1].append, written=written)
+        watched.know(added.seq.seq_id, added.seq.tokens)
+
+    places: dict[str, int] = {}
+    while coming or not loop.idle:
+        if coming and (loop.idle or rng.random() < 0.4):
+            join(coming.pop())
+            places[f"r{len(events)}"] = events[-1][0]
+        dice = rng.random()
+        if dice < 0.03 and loop.tickets:
+            loop.abort(rng.choice(loop.tickets))
+            out.seen["cancel"] += 1
+        elif dice < 0.06 and loop.tickets:
+            parent = rng.choice(loop.tickets)
+            place = places[parent.request_id]
+            join(place, parent)
+            places[f"r{len(events)}"] = place
+            out.seen["fork"] += 1
+        elif dice < 0.08:
+            loop.scheduler.preempt_all(drop_cached=rng.random() < 0.5)
+        loop.step()
+        check_integrity(loop.scheduler)
+    for i, log in events:
+        result = log[-1].result
+        assert result is not None
+        assert result.error is None, result.error
+        out.requests += 1
+        out.seen["hit"] += result.cached_tokens > 0
+        out.seen["preemption"] += result.receipt.preemptions
+        out.outputs_differing += result.tokens != alone[i][: len(result.tokens)]
+    out.schedules += 1
+
+
+def run(runner: Runner, *, schedules: int, requests: int, seed: int = 0, say: bool = False) -> Outcome:
+    """Many random schedules over one set of requests."""
+    rng = random.Random(seed)
+    watched = Watched(runner)
+    wanted = make_requests(rng, runner.spec.vocab_size, requests)
+    alone = solo(watched, wanted)
+    references = len(watched.rows)
+    out = Outcome()
+    begin = time.monotonic()
+    for _ in range(schedules):
+        one_schedule(watched, rng, wanted, alone, out)
+        if say and out.schedules % 50 == 0:
+            print(f"{out.schedules} schedules, {time.monotonic() - begin:.0f} s", flush=True)
+    out.rows = len(watched.rows) - references
+    out.rows_differing = len(watched.differing)
+    return out
+
+
+def main() -> None:
+    from tests.contract.runners import real_runner
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runner", default="openvino")
+    parser.add_argument("--kv-memory", default="64MiB")
+    options = parser.parse_args()
+    runner = real_runner(options.runner, kv_memory=options.kv_memory)
+    outcome = run(runner, schedules=options.schedules, requests=options.requests, seed=options.seed, say=True)
+    runner.close()
+    print(outcome)
+    print(f"{outcome.rows_differing} of {outcome.rows} rows and {outcome.outputs_differing} outputs differ")
+    raise SystemExit(1 if outcome.outputs_differing or (runner.spec.exact and outcome.rows_differing) else 0)
+
+
+if __name__ == "__main__":
+    main()
