@@ -218,7 +218,12 @@ class _Replay:
 def _plan(fields: Mapping[str, Any]) -> StepPlan:
     sequences = tuple(
         ScheduledSequence(
-            item["seq_id"], tuple(item["tokens"]), item["start"], tuple(item["block_table"]), Want(item["want"])
+            item["seq_id"],
+            tuple(item["tokens"]),
+            item["start"],
+            tuple(item["block_table"]),
+            Want(item["want"]),
+            item["generated"],
         )
         for item in fields["sequences"]
     )

@@ -27,14 +27,10 @@ TRUNKS = (
 BLOCK = 8
 
 
-def solo_runner() -> FakeRunner:
-    return FakeRunner(num_blocks=256, block_size=BLOCK, context_length=512)
-
-
 @cache
-def alone(prompt: str, sampling: tuple[tuple[str, object], ...]) -> tuple[int, ...]:
+def alone(prompt: str, sampling: tuple[tuple[str, object], ...], splits: bool) -> tuple[int, ...]:
     """The tokens a request gets when nobody else is there and nothing is shared."""
-    runner = solo_runner()
+    runner = FakeRunner(num_blocks=256, block_size=BLOCK, context_length=512, splits_decode=splits)
     config = EngineConfig(max_batch=1, prefix_sharing=False)
     loop = StepLoop(runner, Intake(runner.spec, ByteTokenizer(), 0), config)
     events: list[Event] = []
@@ -62,11 +58,17 @@ class CoreMachine(RuleBasedStateMachine):
         batch=st.integers(1, 6),
         step_tokens=st.integers(16, 64),
         copies=st.booleans(),
+        splits=st.booleans(),
         chunk=st.sampled_from([1, 1, 4]),
         cached=st.sampled_from([None, 0, 5]),
     )
-    def start(self, blocks: int, batch: int, step_tokens: int, copies: bool, chunk: int, cached: int | None) -> None:
-        self.runner = FakeRunner(num_blocks=blocks, block_size=BLOCK, context_length=512, copies_blocks=copies)
+    def start(
+        self, blocks: int, batch: int, step_tokens: int, copies: bool, splits: bool, chunk: int, cached: int | None
+    ) -> None:
+        self.splits = splits
+        self.runner = FakeRunner(
+            num_blocks=blocks, block_size=BLOCK, context_length=512, copies_blocks=copies, splits_decode=splits
+        )
         self.runner.fault = self.fault
         config = EngineConfig(
             max_batch=batch,
@@ -128,7 +130,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         name = self.submit(request)
         if name is not None:
-            self.expected[name] = alone(prompt, tuple(fields.items()))
+            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits)
 
     @rule(trunk=st.sampled_from(TRUNKS[1:]))
     @precondition(lambda self: len(self.pins) < 1)

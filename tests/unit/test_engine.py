@@ -314,6 +314,19 @@ def test_forks_share_everything_so_far_and_go_their_own_ways() -> None:
         sound(engine)
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_the_next_turn_of_a_chat_writes_what_it_writes_alone(splits: bool) -> None:
+    """It finds the last answer in the tree, except where generated tokens leave other KV than prompt tokens do."""
+    first = Request(prompt="q" * 50, sampling=SamplingParams(max_tokens=60, ignore_eos=True))
+    with toy_engine(FakeRunner(splits_decode=splits)) as engine:
+        answer = engine.run([first]).results[0].tokens
+        second = Request(prompt_tokens=[*b"q" * 50, *answer, *b"and?"], sampling=SHORT)
+        result = engine.run([second]).results[0]
+    with toy_engine(FakeRunner(splits_decode=splits)) as engine:
+        assert result.tokens == engine.run([second]).results[0].tokens
+    assert result.cached_tokens == (50 if splits else 109)
+
+
 def test_a_pinned_prefix_survives_pressure_and_can_be_released() -> None:
     prefix = "rules that everybody has " * 6
     with toy_engine(FakeRunner(num_blocks=16)) as engine:

@@ -19,6 +19,7 @@ class KVBooks:
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
         self.block_size = spec.block_size
         self.sharing = config.prefix_sharing
+        self.splits_decode = spec.splits_decode
         self.pool = BlockPool(spec.num_blocks)
         prefix_bytes = config.bytes_of("prefix_memory")
         self.tree = PrefixTree(
@@ -37,12 +38,22 @@ class KVBooks:
         """Blocks that are free or can be made so by eviction."""
         return self.pool.num_free + self.pool.num_cached
 
+    def tree_tokens(self, seq: Sequence) -> list[int]:
+        """The sequence's tokens as the tree knows them.
+
+        Where a runner's KV of a generated token has other bits than that of the same token in a prompt, generated
+        tokens are marked (as ~token, which no prompt has): sharing the one for the other would change logits.
+        """
+        if not self.splits_decode or len(seq.tokens) == seq.prompt_len:
+            return seq.tokens
+        return [*seq.tokens[: seq.prompt_len], *(~token for token in seq.tokens[seq.prompt_len :])]
+
     # -- sequences that wait ------------------------------------------------------------------------------------
 
     def announce(self, seq: Sequence) -> None:
         """Let the tree spare what this waiting sequence will need."""
         if self.sharing:
-            seq.hashes = self.tree.path_hashes(seq.tokens, seq.namespace)
+            seq.hashes = self.tree.path_hashes(self.tree_tokens(seq), seq.namespace)
             self.tree.announce(seq.hashes)
 
     def withdraw(self, seq: Sequence) -> None:
@@ -59,7 +70,7 @@ class KVBooks:
         match = Match()
         if self.sharing:
             limit = len(seq.tokens) - (0 if seq.prefill_only else 1)  # one token is left to compute, for its logits
-            match = self.tree.match(seq.tokens, seq.namespace, limit=limit)
+            match = self.tree.match(self.tree_tokens(seq), seq.namespace, limit=limit)
         held = [*match.blocks, match.tail] if match.tail is not None else list(match.blocks)
         self.pool.hold(held)
         needed = self.blocks_for(len(seq.tokens)) - len(match.blocks)
@@ -108,7 +119,7 @@ class KVBooks:
         end = seq.computed if tail else full * self.block_size
         if end <= seq.indexed * self.block_size:
             return
-        standing = self.tree.insert(seq.tokens[:end], seq.blocks[: self.blocks_for(end)], seq.namespace)
+        standing = self.tree.insert(self.tree_tokens(seq)[:end], seq.blocks[: self.blocks_for(end)], seq.namespace)
         for i in range(seq.indexed, full):
             if standing[i] != seq.blocks[i]:  # somebody computed the same tokens meanwhile: hold theirs, once
                 self._swap(seq, i, standing[i])

@@ -200,7 +200,9 @@ class Scheduler:
         start = seq.computed
         last = start + count == len(seq.tokens) and not seq.prefill_only
         want = (Want.ARGMAX if seq.greedy else Want.LOGITS) if last else Want.NOTHING
-        return ScheduledSequence(seq.seq_id, tuple(seq.tokens[start : start + count]), start, seq.table, want)
+        end = start + count
+        generated = max(0, min(end - seq.prompt_len, count))
+        return ScheduledSequence(seq.seq_id, tuple(seq.tokens[start:end]), start, seq.table, want, generated)
 
     def _continue_prefills(
         self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int, joining: bool
@@ -256,7 +258,7 @@ class Scheduler:
                 break
         if leader is None:
             return False
-        until = min(common_prefix(leader.tokens, seq.tokens), len(seq.tokens) - 1)
+        until = min(common_prefix(self.kv.tree_tokens(leader), self.kv.tree_tokens(seq)), len(seq.tokens) - 1)
         if until < (depth - 1) * size or leader.computed >= until:  # the hashes collided, or it is done
             return False
         seq.waits_for, seq.waits_until = leader, until
@@ -345,12 +347,12 @@ class Scheduler:
             self.kv.copied(seq)
             seq.computed_tokens += fed
             self.queue.serve(seq, fed)
-            self._advance(seq, fed, sampled.get(item.seq_id, ()))
+            self._advance(seq, fed, sampled.get(item.seq_id, ()), plan.chain)
         if plan.chain == 1:
             self.pacer.observe(decodes, prompt_tokens, ms)
         self._expire(now)
 
-    def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...]) -> None:
+    def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...], chain: int) -> None:
         prefill = not seq.decoding
         seq.computed += fed
         if prefill:
@@ -367,7 +369,7 @@ class Scheduler:
         kept, text, finish = [], [], None
         for i, token in enumerate(tokens):
             verdict = seq.checker.push(token)
-            seq.computed += i > 0  # chained tokens were fed on the device
+            seq.computed += 0 < i < chain  # chained tokens were fed on the device; those a grammar forced were not
             text.append(verdict.text)
             if verdict.is_output:
                 kept.append(token)

@@ -31,7 +31,8 @@ class FakeRunner:
     """Toy model of `vocab_size` tokens over paged KV of 8 bytes a slot.
 
     `step_s` is slept in each step. `fault` is called with each plan before it is executed, and may raise or sleep;
-    `nan_for` names sequences whose rows come out as NaN. `keep_plans` records every plan.
+    `nan_for` names sequences whose rows come out as NaN. `keep_plans` records every plan. With `splits_decode`
+    generated tokens leave other KV than prompt tokens do, as on backends that compute them with other kernels.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FakeRunner:
         context_length: int = 4096,
         max_chain: int = 4,
         copies_blocks: bool = True,
+        splits_decode: bool = False,
         step_s: float = 0.0,
         fault: Fault | None = None,
         keep_plans: bool = False,
@@ -61,6 +63,7 @@ class FakeRunner:
             max_chain=max_chain,
             copies_blocks=copies_blocks,
             exact=True,
+            splits_decode=splits_decode,
         )
         self.step_s = step_s
         self.fault = fault
@@ -83,7 +86,7 @@ class FakeRunner:
         argmax: dict[SeqId, tuple[int, ...]] = {}
         rows: list[NDArray[np.float32]] = []
         for item in plan.sequences:
-            logits = self._feed(item, item.tokens, item.start)
+            logits = self._feed(item, item.tokens, item.start, item.generated)
             if item.want is Want.LOGITS:
                 rows.append(logits)
             elif item.want is Want.ARGMAX:
@@ -95,22 +98,23 @@ class FakeRunner:
             raise RunnerError("a chained step feeds one token per sequence", value=len(item.tokens), limit=1)
         tokens = [self._best(logits)]
         while len(tokens) < chain:
-            tokens.append(self._best(self._feed(item, (tokens[-1],), item.start + len(tokens))))
+            tokens.append(self._best(self._feed(item, (tokens[-1],), item.start + len(tokens), 1)))
         return tuple(tokens)
 
     @staticmethod
     def _best(logits: NDArray[np.float32]) -> int:
         return -1 if np.isnan(logits[0]) else int(logits.argmax())
 
-    def _feed(self, item: ScheduledSequence, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
+    def _feed(self, item: ScheduledSequence, tokens: Sequence[int], start: int, generated: int) -> NDArray[np.float32]:
         size = self.spec.block_size
+        prompt_end = start + len(tokens) - (generated if self.spec.splits_decode else 0)
         if (start + len(tokens) - 1) // size >= len(item.block_table):
             raise RunnerError(f"sequence {item.seq_id} feeds past its block table", value=start + len(tokens))
         state = 0
         for position in range(start):
             state = _mix(state ^ self._kv[item.block_table[position // size]][position % size])
         for position, token in enumerate(tokens, start):
-            value = _mix(state ^ _mix(token * 0x1000003 + position))
+            value = _mix(state ^ _mix(token * 0x1000003 + position) ^ (position >= prompt_end))
             self._kv[item.block_table[position // size]][position % size] = value
             state = _mix(state ^ value)
         if item.seq_id in self.nan_for:

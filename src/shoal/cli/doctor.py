@@ -1,0 +1,208 @@
+"""`shoal doctor`: what this machine is, what would run on it and why, and whether it runs right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli import options
+from shoal.cli.console import human_bytes, note, print_json
+from shoal.errors import BackendError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from shoal.engine import Engine
+
+_TOKENS = 24
+_SAME = "List three reasons why people live by the sea."
+_MATES = (
+    "Hello!",
+    "What is the capital of France?",
+    "Write one sentence about rain.",
+    "Count from one to twenty in words, and say which of these numbers is your favourite one.",
+    "Name a fruit.",
+    "Explain in simple words how a bicycle stays upright while somebody rides it. " * 8,
+    "List three reasons why people live in the mountains.",
+)
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help=f"Model for the self-check; {options.DEFAULT_MODEL} if it is here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show machine, backend, precision, store and memory, and check that a batch gives what a lone run gives.
+
+    Exit status 1 when the check fails. Never fetches anything.
+    """
+    document = {}
+    for section, facts in _sections(model or options.DEFAULT_MODEL, required=model is not None):
+        document[section] = facts
+        if not as_json:
+            print(f"{section.replace('_', '-'):11}{_SHOW[section](facts)}", flush=True)
+    if as_json:
+        print_json(document)
+    if document["self_check"]["status"] == "FAILED":
+        raise typer.Exit(1)
+
+
+def _sections(model: str, *, required: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of the report, each as soon as it is known. `required`: a missing model is an error."""
+    from shoal.cli.machine import machine_facts, versions
+
+    yield "machine", machine_facts()
+    yield "versions", versions()
+    runner = _runner()
+    yield "runner", runner
+    yield "precision", _precision() if "error" not in runner else {"name": None, "why": "there is no runner"}
+    yield "store", _store()
+    if "error" in runner:
+        yield "memory", {"model": None}
+        yield "self_check", {"status": "FAILED", "detail": runner["error"]}
+        return
+    missing = _missing(model, required=required)
+    if missing is not None:
+        yield "memory", {"model": None}
+        yield "self_check", {"status": "skipped", "detail": missing}
+        return
+    from shoal.engine import Engine
+
+    note(f"loading {model}")
+    with Engine.load(model) as engine:
+        stats = engine.stats()
+        yield (
+            "memory",
+            {
+                "model": model,
+                "weight_bytes": stats.weight_bytes,
+                "kv_bytes": stats.kv_bytes,
+                "step_bytes": stats.step_bytes,
+                "total_bytes": stats.memory_bytes,
+            },
+        )
+        yield "self_check", self_check(engine)
+
+
+def _runner() -> dict[str, Any]:
+    from shoal.loading import choose_runner
+
+    try:
+        name, why = choose_runner("auto")
+    except BackendError as error:
+        return {"name": None, "error": str(error)}
+    return {"name": name, "why": why}
+
+
+def _precision() -> dict[str, Any]:
+    """What "auto" comes to on this CPU."""
+    from shoal.runners.openvino.loading import open_core
+
+    capabilities = open_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if "BF16" in capabilities:
+        return {"name": "bf16", "why": "this CPU multiplies it natively", "capabilities": list(capabilities)}
+    return {"name": "f32", "why": "this CPU has no native bf16", "capabilities": list(capabilities)}
+
+
+def _store() -> dict[str, Any]:
+    from shoal.models import Store
+
+    store = Store()
+    models = [{"name": model.name, "kind": model.kind, "bytes": model.bytes} for model in store.list()]
+    return {"path": str(store.root), "models": models}
+
+
+def _missing(model: str, *, required: bool) -> str | None:
+    """Why the self-check has no model to run on, or None when it is here."""
+    from shoal.models import Store
+
+    try:
+        Store().resolve(model, pull=False)
+    except ModelNotFoundError:
+        if required:
+            raise
+        return f"{model} is not in the store; `shoal models pull {model}` fetches it (93 MB)"
+    return None
+
+
+def self_check(engine: Engine) -> dict[str, Any]:
+    """Whether one prompt gives the same tokens alone, beside seven others, and from a cached prefix beside them.
+
+    Greedy and sampled. The namespaces keep the first two from sharing a prefix, so that both compute all of it.
+    """
+    from shoal.types import SamplingParams
+
+    differing = []
+    for name, sampling in (
+        ("greedy", SamplingParams(max_tokens=_TOKENS, ignore_eos=True)),
+        ("sampled", SamplingParams(max_tokens=_TOKENS, ignore_eos=True, temperature=1.0, seed=7)),
+    ):
+        alone = _answer(engine, sampling, f"{name} alone", ())
+        batch = _answer(engine, sampling, f"{name} batch", _MATES)
+        cached = _answer(engine, sampling, f"{name} alone", _MATES)
+        differing += [f"{name} {how}" for how, tokens in (("in a batch", batch), ("cached", cached)) if tokens != alone]
+    if differing:
+        return {"status": "FAILED", "detail": f"tokens differ from those of a lone run: {', '.join(differing)}"}
+    return {
+        "status": "ok",
+        "detail": f"{_TOKENS} tokens, greedy and sampled, are equal alone, in a batch of 8, and from a cached prefix",
+    }
+
+
+def _answer(engine: Engine, sampling: Any, task: str, mates: tuple[str, ...]) -> tuple[int, ...]:
+    from shoal.types import Namespace, Request
+
+    requests = [
+        Request(messages=[{"role": "user", "content": text}], sampling=sampling, namespace=Namespace(task=task))
+        for text in (*mates, _SAME)
+    ]
+    results = engine.run(requests).results
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return results[-1].tokens
+
+
+def _show_machine(facts: dict[str, Any]) -> str:
+    features = ", ".join(facts["features"]) or "no known features"
+    total, free = human_bytes(facts["memory_bytes"]), human_bytes(facts["memory_available_bytes"])
+    cores = f"{facts['cores']} core{'s' if facts['cores'] != 1 else ''}"
+    where = f"{facts['system']}, Python {facts['python']}"
+    return f"{facts['cpu']}, {cores} ({features}), {total} memory, {free} available\n{'':11}{where}"
+
+
+def _show_versions(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version or 'missing'}" for name, version in facts.items())
+
+
+def _show_choice(facts: dict[str, Any]) -> str:
+    return facts.get("error") or f"{facts['name']}: {facts['why']}"
+
+
+def _show_store(facts: dict[str, Any]) -> str:
+    models = ", ".join(f"{model['name']} ({human_bytes(model['bytes'])})" for model in facts["models"])
+    return f"{facts['path']}: {models or 'empty'}"
+
+
+def _show_memory(facts: dict[str, Any]) -> str:
+    if facts["model"] is None:
+        return "unknown until a model is loaded"
+    weights, kv, step = (human_bytes(facts[f"{part}_bytes"]) for part in ("weight", "kv", "step"))
+    total = human_bytes(facts["total_bytes"])
+    return f"at most {total} for {facts['model']}: weights {weights}, KV {kv} as it fills, a step {step}"
+
+
+def _show_check(facts: dict[str, Any]) -> str:
+    return f"{facts['status']}: {facts['detail']}"
+
+
+_SHOW = {
+    "machine": _show_machine,
+    "versions": _show_versions,
+    "runner": _show_choice,
+    "precision": _show_choice,
+    "store": _show_store,
+    "memory": _show_memory,
+    "self_check": _show_check,
+}

@@ -1,0 +1,97 @@
+"""`shoal models`: what the store holds, and changing it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.console import human_bytes, print_json
+
+if TYPE_CHECKING:
+    from shoal.models import StoredModel
+
+app = typer.Typer(no_args_is_help=True, help="Fetch, list and remove models.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="smollm2-135m, or a hub id: org/name or org/name:file.gguf.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command("pull")
+def pull(name: Name) -> None:
+    """Fetch a model into the store, unless it is there."""
+    from shoal.cli.progress import pull_with_progress
+    from shoal.models import Store
+
+    store = Store()
+    files = pull_with_progress(store, name)
+    print(f"{name}: {human_bytes(store.info(name).bytes)} in {files.path}")
+
+
+@app.command("list")
+def list_models(as_json: AsJson = False) -> None:
+    """List the models in the store."""
+    from shoal.models import Store
+
+    store = Store()
+    models = store.list()
+    if as_json:
+        print_json([_entry(model) for model in models])
+    elif not models:
+        print(f"no models in {store.root}; `shoal models pull` fetches one", file=sys.stderr)
+    else:
+        width = max(len(model.name) for model in models)
+        for model in models:
+            print(f"{model.name:{width}}  {human_bytes(model.bytes):>8}  {model.kind:11}  {model.path}")
+
+
+@app.command("info")
+def info(name: Name, as_json: AsJson = False) -> None:
+    """Show what a model in the store is."""
+    from shoal.models import Store
+
+    model = Store().info(name)
+    facts = {**_entry(model), **_describe(model)}
+    if as_json:
+        print_json(facts)
+        return
+    for key, value in facts.items():
+        print(f"{key.replace('_', ' '):15} {_show(key, value)}")
+
+
+@app.command("rm")
+def remove(name: Name) -> None:
+    """Delete a model and what was derived from it."""
+    from shoal.models import Store
+
+    freed = Store().remove(name)
+    print(f"{name} removed, {human_bytes(freed)} freed")
+
+
+def _show(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key == "bytes":
+        return human_bytes(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _entry(model: StoredModel) -> dict[str, Any]:
+    return {"name": model.name, "kind": model.kind, "bytes": model.bytes, "path": str(model.path)}
+
+
+def _describe(model: StoredModel) -> dict[str, Any]:
+    """What a GGUF file says about itself; other kinds say it in a configuration that the runner reads."""
+    if model.kind != "gguf":
+        return {}
+    from shoal.models.gguf import read_gguf
+
+    gguf = read_gguf(model.path)
+    return {
+        "architecture": gguf.architecture,
+        "layers": gguf.n_layers,
+        "vocabulary": gguf.vocab_size,
+        "context_length": gguf.context_length,
+        "chat_template": gguf.chat_template is not None,
+    }

@@ -1,0 +1,190 @@
+"""The runner for CPUs that OpenVINO serves: paged KV, any mix of prefill and decode in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import BackendError, RunnerError
+from shoal.runners.openvino.feed import Feed, Wanted
+from shoal.runners.openvino.kv import KVArrays, cache_ports
+from shoal.runners.openvino.loading import Source, machine, open_core, read_source
+from shoal.runners.openvino.probe import BLOCKS, is_exact, remembered, warm_up
+from shoal.types import ModelSpec, SeqId, StepOutput, StepPlan, Want
+
+Precision: TypeAlias = Literal["auto", "bf16", "f32"]
+
+_ROWS = 64  # sequences of one step that the estimate of its memory counts logits for
+_ITEM_BYTES = {"bf16": 2, "f32": 4}
+
+
+class OpenVINORunner:
+    """Maps the core's block ids to the first axis of OpenVINO's KV arrays, one pair of arrays per layer.
+
+    Invariant: what a pass computes for a sequence depends on its tokens and its blocks only; with `spec.exact`, to the
+    last bit. Leaves scheduling, sampling and the contents of block tables to the caller.
+    """
+
+    def __init__(self, source: Source, compiled: Any, spec: ModelSpec, kv: KVArrays) -> None:
+        """Over a compiled model; use `load`."""
+        self._spec = spec
+        self._kv: KVArrays | None = kv
+        self._source: Source | None = source  # the plugin reads the mapped weights as long as it lives
+        self._request: Any = compiled.create_infer_request()
+        for name, tensor in kv.tensors():
+            self._request.set_tensor(name, tensor)
+        self._feed = Feed(self._request, spec.vocab_size, spec.block_size, spec.num_blocks)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        kv_bytes: int,
+        cache_dir: Path,
+        threads: int | None = None,
+        precision: Precision = "auto",
+        max_step_tokens: int = 1024,
+    ) -> OpenVINORunner:
+        """Load a GGUF file, or a directory with an OpenVINO model, for this machine's CPU.
+
+        A GGUF file is converted once and kept in `cache_dir`. `kv_bytes` is the most that KV may take; its pages are
+        taken when first written. `threads` None leaves the number to OpenVINO. `precision` "auto" is bf16 where the CPU
+        multiplies that natively, else f32. Raises `ModelError`s for what is wrong with the files, `BackendError` when
+        OpenVINO is missing or cannot run the model, `ConfigError` for a budget below one block.
+        """
+        core = open_core()
+        if precision == "auto":
+            precision = "bf16" if "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
+        source = read_source(core, path, cache_dir)
+        settings: dict[str, str] = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
+        settings["PERFORMANCE_HINT"] = "LATENCY"
+        if threads is not None:
+            settings["INFERENCE_NUM_THREADS"] = str(threads)
+        try:
+            runner = cls._compiled(core, source, settings, kv_bytes, max_step_tokens)
+        except (RuntimeError, RunnerError):
+            # Some CPUs have no kernel that quantises activations; the plugin may notice only in the first pass.
+            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
+            try:
+                runner = cls._compiled(core, source, settings, kv_bytes, max_step_tokens)
+            except (RuntimeError, RunnerError) as error:
+                raise BackendError(f"OpenVINO cannot run {path}", value=settings, hint="try precision f32") from error
+        facts = (source.identity, sorted(settings.items()), *machine(core))
+        runner._find_out_exact(cache_dir, facts)
+        return runner
+
+    @classmethod
+    def _compiled(
+        cls, core: Any, source: Source, settings: dict[str, str], kv_bytes: int, max_step_tokens: int
+    ) -> OpenVINORunner:
+        """A runner that has made its first pass. Raises `RuntimeError` or `RunnerError` when it cannot."""
+        compiled = core.compile_model(source.model, "CPU", settings)
+        kv = KVArrays(cache_ports(compiled), kv_bytes)
+        precision = settings["INFERENCE_PRECISION_HINT"]
+        vocab_size = compiled.output(0).get_partial_shape()[-1].get_length()
+        spec = ModelSpec(
+            name=source.name,
+            architecture=source.architecture,
+            runner="openvino",
+            precision=precision,
+            vocab_size=vocab_size,
+            context_length=source.context_length,
+            block_size=kv.block_size,
+            num_blocks=kv.num_blocks,
+            kv_bytes_per_token=kv.bytes_per_token,
+            weight_bytes=source.weight_bytes,
+            step_bytes=max_step_tokens * source.step_elements_per_token * _ITEM_BYTES[precision]
+            + _ROWS * vocab_size * (_ITEM_BYTES[precision] + 4),
+            splits_decode=True,
+        )
+        runner = cls(source, compiled, spec, kv)
+        warm_up(runner.execute)
+        return runner
+
+    def _find_out_exact(self, cache_dir: Path, facts: tuple[object, ...]) -> None:
+        spec = self._spec
+        if spec.num_blocks >= BLOCKS:  # a smaller one cannot be probed, and claims nothing
+            exact = remembered(cache_dir, facts, lambda: is_exact(self.execute, spec.vocab_size))
+            self._spec = replace(spec, exact=exact)
+        self.release(range(BLOCKS))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Facts about the loaded model; constant for the runner's life."""
+        return self._spec
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """One pass. `StepOutput.logits` is a view of the plugin's memory, valid until the next call.
+
+        Raises `RunnerError`, with the sequence's id as `value`, when its logits are not finite, and for plans that ask
+        what this runner does not do. A tie goes to the lowest token.
+        """
+        if self._kv is None:
+            raise RunnerError("the runner is closed", hint="load the model again")
+        if plan.chain != 1:
+            raise RunnerError(f"chain is {plan.chain}", value=plan.chain, limit=1, hint="see ModelSpec.max_chain")
+        for source, destination in plan.copies:
+            self._kv.copy(source, destination)
+        if not plan.sequences:
+            return StepOutput({})
+        if any(0 < each.generated < len(each.tokens) for each in plan.sequences):
+            before, plan = _split(plan)
+            self._pass(before)
+        wanted = self._pass(plan)
+        if not wanted.logits and not wanted.argmax:
+            return StepOutput({})
+        logits: NDArray[np.float32] = self._request.get_output_tensor(0).data.reshape(-1, self._spec.vocab_size)
+        return _output(logits, wanted)
+
+    def _pass(self, plan: StepPlan) -> Wanted:
+        wanted = self._feed.write(plan)
+        try:
+            self._request.infer(share_outputs=True)  # the default copies all logits once more
+        except RuntimeError as error:
+            raise RunnerError(f"step {plan.step} failed in OpenVINO", value=plan.step) from error
+        return wanted
+
+    def release(self, seq_ids: Sequence[SeqId]) -> None:
+        """Drop the arrays made of these sequences' block tables. Unknown ids are ignored."""
+        self._feed.forget(seq_ids)
+
+    def close(self) -> None:
+        """Free the KV arrays and the compiled model. Idempotent."""
+        self._kv = self._request = self._source = None
+
+
+def _split(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
+    """The ends of prompts that are computed again together with generated tokens, and the plan without them.
+
+    They must go in a pass before: attention of a single token does not see what a longer span of the same pass writes
+    (what other single tokens write, it does).
+    """
+    pairs = [(each, len(each.tokens) - each.generated if each.generated else 0) for each in plan.sequences]
+    before = tuple(replace(e, tokens=e.tokens[:n], generated=0, want=Want.NOTHING) for e, n in pairs if n)
+    after = tuple(replace(e, tokens=e.tokens[n:], start=e.start + n) for e, n in pairs)
+    return replace(plan, sequences=before), replace(plan, sequences=after)
+
+
+def _output(logits: NDArray[np.float32], wanted: Wanted) -> StepOutput:
+    full = len(wanted.logits)
+    for seq_id, row in zip(wanted.logits, logits, strict=False):
+        _check_finite(seq_id, row.max())
+    argmax = {}
+    for seq_id, row in zip(wanted.argmax, logits[full:], strict=False):
+        token = int(row.argmax())  # NaN, wherever it is, counts as the largest
+        _check_finite(seq_id, row[token])
+        argmax[seq_id] = (token,)
+    return StepOutput(argmax, logits[:full] if full else None)
+
+
+def _check_finite(seq_id: SeqId, largest: np.floating[Any]) -> None:
+    if not np.isfinite(largest):
+        raise RunnerError(
+            f"sequence {seq_id}: its logits are not finite", value=seq_id, hint="KV or weights are damaged"
+        )

@@ -1,0 +1,285 @@
+"""A swarm: one question, up to eight specialists, one batch.
+
+The prompts of a swarm share everything but their last line, so the prefix tree computes rules and question once and
+each agent adds a dozen tokens of its own. `Swarm` runs the agents and keeps a card for each, for whoever shows them.
+
+    swarm = Swarm("Should we move?", specialists(8), SamplingParams(max_tokens=96, seed=1))
+    swarm.start(engine)
+    while not swarm.finished:
+        for card in swarm.pump(timeout_s=0.1):
+            print(card.name, card.text)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from shoal.core.sequence import Status
+from shoal.errors import InvalidRequestError, ShoalError
+from shoal.sampling import derive_seed
+from shoal.types import Event, FinishReason, Message, Request, Result, SamplingParams
+
+if TYPE_CHECKING:
+    from shoal.engine import Engine
+    from shoal.handles import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Specialist:
+    """One point of view: the name on its card, and the line that asks for it at the end of the prompt."""
+
+    name: str
+    task: str
+
+
+# A small model keeps to a number of sentences better than to one of words, and follows orders, not characters.
+RULES = "You are a helpful expert. Answer in three short sentences at most. Stay on the topic of the question."
+
+SPECIALISTS = (
+    Specialist("Key facts", "List three facts about this topic, one short sentence each."),
+    Specialist("Plan", "Write a plan with three steps, one short sentence each."),
+    Specialist("Risks", "List three risks, one short sentence each."),
+    Specialist("Contrarian", "List three arguments against it, one short sentence each."),
+    Specialist("Benefits", "List three benefits, one short sentence each."),
+    Specialist("Questions", "List three short questions to think about first."),
+    Specialist("Story", "Tell a very short story about one person as an example."),
+    Specialist("Advice", "Sum up in two short sentences what you would do and why."),
+)
+
+
+def specialists(count: int) -> tuple[Specialist, ...]:
+    """The first `count` built-in specialists; `InvalidRequestError` unless there are as many."""
+    most = len(SPECIALISTS)
+    if not 1 <= count <= most:
+        limit = f"a whole number from 1 to {most}"
+        raise InvalidRequestError(
+            f"agents is {count}", param="agents", value=count, limit=limit, hint=f"it must be {limit}"
+        )
+    return SPECIALISTS[:count]
+
+
+def swarm_messages(question: str, specialist: Specialist) -> list[Message]:
+    """The chat for one specialist: what all share first, what is its own last."""
+    return [{"role": "system", "content": RULES}, {"role": "user", "content": f"{question}\n\n{specialist.task}"}]
+
+
+def swarm_requests(question: str, team: Sequence[Specialist], sampling: SamplingParams) -> list[Request]:
+    """One request per specialist, each with a seed of its own drawn from `sampling.seed`.
+
+    Raises `InvalidRequestError` for a question without text.
+    """
+    question = question.strip()
+    if not question:
+        raise InvalidRequestError("the question is empty", param="question", value=question, hint="ask something")
+    requests = []
+    for number, specialist in enumerate(team):
+        seed = None if sampling.seed is None else derive_seed(sampling.seed, number)
+        own = dataclasses.replace(sampling, seed=seed)
+        requests.append(Request(messages=swarm_messages(question, specialist), sampling=own, group="swarm"))
+    return requests
+
+
+class State(StrEnum):
+    """Where an agent stands."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODING = "decoding"
+    DONE = "done"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_ENDS = {FinishReason.STOP: State.DONE, FinishReason.LENGTH: State.DONE, FinishReason.ABORTED: State.ABORTED}
+
+
+@dataclass(slots=True, eq=False)
+class Card:
+    """What one agent has written so far and where it stands. Changed by its swarm only, on the thread that pumps.
+
+    `text` is the joined text of the events taken so far, `result` is set with the last one.
+    """
+
+    specialist: Specialist
+    text: str = ""
+    tokens: int = 0
+    state: State = State.QUEUED
+    first_token_at: float | None = None
+    result: Result | None = None
+    handle: Handle | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The specialist's name."""
+        return self.specialist.name
+
+    @property
+    def finished(self) -> bool:
+        """True when nothing more will come."""
+        return self.state in (State.DONE, State.FAILED, State.ABORTED)
+
+    def tokens_per_s(self, now: float) -> float:
+        """Tokens per second since the first one; 0 while there are fewer than two."""
+        if self.tokens < 2 or self.first_token_at is None:
+            return 0.0
+        result = self.result
+        exact = result is not None and result.ttft_s is not None
+        span = result.latency_s - result.ttft_s if exact else now - self.first_token_at  # type: ignore[union-attr,operator]
+        return (self.tokens - 1) / span if span > 0 else 0.0
+
+    def take(self, event: Event, now: float) -> None:
+        """Add what an event brings."""
+        if event.tokens and self.first_token_at is None:
+            self.first_token_at = now
+        self.text += event.text
+        self.tokens += len(event.tokens)
+        if event.result is not None:
+            self.result = event.result
+            self.state = _ENDS.get(event.result.finish_reason, State.FAILED)
+
+    def look(self) -> None:
+        """Ask the engine where the request stands. It may have moved on by the time this returns."""
+        ticket = self.handle.ticket if self.handle is not None else None
+        if self.finished or ticket is None:
+            return
+        if ticket.seq.status is Status.WAITING:
+            self.state = State.QUEUED
+        else:
+            self.state = State.DECODING if self.tokens else State.PREFILL
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A swarm in numbers. `prefix_tokens`: tokens with which all prompts begin; `cached_tokens`: prompt tokens that
+    were taken from the prefix tree instead of computed, all agents together."""
+
+    tokens: int
+    wall_s: float
+    prefix_tokens: int
+    cached_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all agents over the wall time, prefill included."""
+        return self.tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+
+class Swarm:
+    """One question and its agents: submits them, keeps their cards, ends them.
+
+    Invariant: a submitted agent is pumped to its one last event, also after `abort` or when another was refused. All
+    methods belong to one thread; the engine's thread only leaves events here. With `serial` each agent is submitted
+    when the one before has ended, everything else being equal.
+    """
+
+    def __init__(
+        self,
+        question: str,
+        team: Sequence[Specialist],
+        sampling: SamplingParams,
+        *,
+        serial: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Raises `InvalidRequestError` for a question without text."""
+        self._requests = swarm_requests(question, team, sampling)
+        self.cards = [Card(specialist) for specialist in team]
+        self._coming = list(reversed(list(zip(self.cards, self._requests, strict=True))))
+        self._serial = serial
+        self._clock = clock
+        self._engine: Engine | None = None
+        self._running: dict[str, Card] = {}
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._news = threading.Event()
+        self._streaming = False
+        self._began = self._ended = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """True when every agent has ended."""
+        return all(card.finished for card in self.cards)
+
+    def start(self, engine: Engine) -> None:
+        """Submit the agents (with `serial`, the first). Raises as `Engine.submit`, then none is left running."""
+        self._engine = engine
+        self._began = self._ended = self._clock()
+        self._submit()
+
+    def pump(self, timeout_s: float) -> list[Card]:
+        """Wait until an agent ends or begins to stream or the time is up, bring the cards up to date, and return
+        those that ended.
+
+        Tokens between do not wake the caller: eight agents bring some thousand events a second, and each switch
+        between threads would cost the engine.
+        """
+        self._news.wait(timeout_s)
+        self._news.clear()
+        now = self._clock()
+        ended = []
+        while not self._inbox.empty():
+            event = self._inbox.get()
+            card = self._running[event.request_id]
+            card.take(event, now)
+            if card.finished:
+                del self._running[event.request_id]
+                ended.append(card)
+        if self._serial and not self._running and self._coming:
+            self._submit()
+        for card in self._running.values():
+            card.look()
+        return ended
+
+    def abort(self) -> None:
+        """End all agents at the next token boundary, and those that are still to come at once."""
+        for card, _ in self._coming:
+            card.state = State.ABORTED
+        self._coming.clear()
+        for card in self._running.values():
+            assert card.handle is not None
+            card.handle.abort()
+
+    def summary(self, now: float | None = None) -> Summary:
+        """Numbers of what has run, up to the last end or, while agents run, up to `now`."""
+        ended = self._ended if now is None or self.finished else now
+        prompts = [card.handle.admissible.tokens for card in self.cards if card.handle is not None]
+        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
+        return Summary(
+            tokens=sum(card.tokens for card in self.cards),
+            wall_s=ended - self._began,
+            prefix_tokens=shared if len(prompts) > 1 else 0,
+            cached_tokens=sum(card.result.cached_tokens for card in self.cards if card.result is not None),
+        )
+
+    def failures(self) -> list[ShoalError]:
+        """Errors of the agents that failed."""
+        return [card.result.error for card in self.cards if card.result is not None and card.result.error is not None]
+
+    def _submit(self) -> None:
+        assert self._engine is not None
+        try:
+            while self._coming and not (self._serial and self._running):
+                card, request = self._coming[-1]
+                handle = self._engine.submit(request, sink=self._take)
+                self._coming.pop()
+                card.handle = handle
+                self._running[handle.id] = card
+        except ShoalError:
+            self.abort()
+            raise
+
+    def _take(self, event: Event) -> None:
+        """On the engine's thread."""
+        self._inbox.put(event)
+        if event.finished:
+            self._ended = self._clock()
+        if event.finished or not self._streaming:
+            self._streaming = True
+            self._news.set()

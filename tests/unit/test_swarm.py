@@ -1,0 +1,138 @@
+"""A swarm on the toy model: shared prompts, cards, serial runs, aborts, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shoal.config import EngineConfig
+from shoal.engine import Engine
+from shoal.errors import InvalidRequestError, PromptTooLongError, RunnerError
+from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.swarm import RULES, SPECIALISTS, Card, State, Swarm, specialists, swarm_messages, swarm_requests
+from shoal.types import SamplingParams, StepPlan
+
+SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
+QUESTION = "Should we move to the sea?"
+
+
+def engine(**runner: Any) -> Engine:
+    return Engine(lambda: FakeRunner(**runner), ByteTokenizer(), EngineConfig(max_batch=8))
+
+
+@pytest.fixture
+def plain() -> Iterator[Engine]:
+    with engine() as made:
+        yield made
+
+
+def follow(swarm: Swarm, made: Engine) -> list[Card]:
+    ended = []
+    swarm.start(made)
+    while not swarm.finished:
+        ended += swarm.pump(timeout_s=1.0)
+    return ended
+
+
+def test_prompts_share_all_but_their_last_line() -> None:
+    chats = [swarm_messages(QUESTION, specialist) for specialist in SPECIALISTS]
+    assert {str(chat[0]["content"]) for chat in chats} == {RULES}
+    heads = {str(chat[1]["content"]).rpartition("\n")[0] for chat in chats}
+    assert heads == {f"{QUESTION}\n"}
+    assert len({str(chat[1]["content"]) for chat in chats}) == len({s.name for s in SPECIALISTS}) == 8
+
+
+def test_each_agent_draws_from_a_seed_of_its_own() -> None:
+    requests = swarm_requests(QUESTION, SPECIALISTS, SAMPLING)
+    assert len({request.sampling.seed for request in requests}) == 8
+    again = swarm_requests(QUESTION, specialists(3), SAMPLING)
+    assert [r.sampling.seed for r in again] == [r.sampling.seed for r in requests[:3]]
+    unseeded = SamplingParams(max_tokens=4)
+    assert {request.sampling.seed for request in swarm_requests(QUESTION, SPECIALISTS, unseeded)} == {None}
+
+
+@pytest.mark.parametrize("count", [0, 9, -1])
+def test_there_are_one_to_eight_specialists(count: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"agents is {count}.*from 1 to 8"):
+        specialists(count)
+
+
+@pytest.mark.parametrize("question", ["", "  \n"])
+def test_a_question_has_text(question: str) -> None:
+    with pytest.raises(InvalidRequestError, match="the question is empty"):
+        Swarm(question, SPECIALISTS, SAMPLING)
+
+
+def test_every_agent_ends_once_and_the_summary_counts_them(plain: Engine) -> None:
+    swarm = Swarm(QUESTION, SPECIALISTS, SAMPLING)
+    ended = follow(swarm, plain)
+    assert sorted(card.name for card in ended) == sorted(s.name for s in SPECIALISTS)
+    assert {card.state for card in swarm.cards} == {State.DONE}
+    for card in swarm.cards:
+        assert card.result is not None
+        assert (card.text, card.tokens) == (card.result.text, len(card.result.tokens))
+        assert card.tokens_per_s(0.0) > 0
+    summary = swarm.summary()
+    common = len(ByteTokenizer().encode_messages(swarm_messages(QUESTION, SPECIALISTS[0]))) - 1
+    assert summary.tokens == 8 * 24
+    assert 100 < summary.prefix_tokens < common
+    assert summary.cached_tokens >= 7 * (summary.prefix_tokens // 32) * 32
+    assert summary.tokens_per_s == pytest.approx(summary.tokens / summary.wall_s)
+
+
+def test_one_agent_shares_with_nobody(plain: Engine) -> None:
+    swarm = Swarm(QUESTION, specialists(1), SAMPLING)
+    follow(swarm, plain)
+    assert swarm.summary().prefix_tokens == 0
+
+
+def test_serial_gives_the_same_texts_one_after_another(plain: Engine) -> None:
+    together = Swarm(QUESTION, SPECIALISTS, SAMPLING)
+    follow(together, plain)
+    widths = []
+    plain.listen(lambda record: widths.append(record.batch))
+    one_by_one = Swarm(QUESTION, SPECIALISTS, SAMPLING, serial=True)
+    ended = follow(one_by_one, plain)
+    assert [card.text for card in one_by_one.cards] == [card.text for card in together.cards]
+    assert [card.name for card in ended] == [s.name for s in SPECIALISTS]
+    assert set(widths) == {1}
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_abort_ends_all_and_keeps_what_there_is(serial: bool) -> None:
+    with engine(step_s=0.005) as made:
+        swarm = Swarm(QUESTION, SPECIALISTS, SamplingParams(max_tokens=2000, ignore_eos=True), serial=serial)
+        swarm.start(made)
+        while swarm.cards[0].tokens < 3:
+            swarm.pump(timeout_s=0.02)
+        assert swarm.cards[0].state is State.DECODING
+        assert swarm.cards[-1].state is (State.QUEUED if serial else State.DECODING)
+        swarm.abort()
+        while not swarm.finished:
+            swarm.pump(timeout_s=1.0)
+        assert {card.state for card in swarm.cards} == {State.ABORTED}
+        assert swarm.cards[0].text
+        assert made.stats().running == made.stats().waiting == 0
+
+
+def test_a_failed_pass_fails_its_agents() -> None:
+    def fault(plan: StepPlan) -> None:
+        if plan.step == 6:
+            raise RunnerError("the device is gone")
+
+    with engine(fault=fault) as made:
+        swarm = Swarm(QUESTION, specialists(2), SAMPLING)
+        follow(swarm, made)
+        assert {card.state for card in swarm.cards} == {State.FAILED}
+        assert [str(error) for error in swarm.failures()] == ["the device is gone"] * 2
+
+
+def test_a_question_that_does_not_fit_leaves_nothing_running() -> None:
+    with engine(context_length=256) as made:
+        swarm = Swarm("why " * 100, SPECIALISTS, SAMPLING)
+        with pytest.raises(PromptTooLongError):
+            swarm.start(made)
+        assert swarm.finished
+        assert made.stats().running == made.stats().waiting == 0
