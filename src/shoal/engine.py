@@ -69,7 +69,8 @@ class Engine:
         )
         self._thread.start()
         self._loop = started.result()
-        threading.Thread(target=self._watchdog, name="shoal-watchdog", daemon=True).start()
+        self._watch = threading.Thread(target=self._watchdog, name="shoal-watchdog", daemon=True)
+        self._watch.start()
 
     @classmethod
     def load(cls, model: str = "smollm2-135m", *, state: str | Path | None = None, **settings: Any) -> Self:
@@ -280,6 +281,8 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         self._stopped.set()
+        if threading.current_thread() is not self._watch:
+            self._watch.join(timeout_s)
         self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from shoal.core.sequence import Status
 from shoal.types import Event, Namespace, Result, SeqId
 
 if TYPE_CHECKING:
@@ -47,6 +48,18 @@ class Handle:
             except queue.Empty:
                 raise TimeoutError(f"request {self.id} has not ended within {timeout_s} s") from None
         return self._result
+
+    @property
+    def state(self) -> str:
+        """Where it stands: "queued", "prefill", "decoding" or "finished". It may have moved on by the time you look."""
+        if self._result is not None:
+            return "finished"
+        seq = self.ticket.seq if self.ticket is not None else None
+        if seq is None or seq.status is Status.WAITING:
+            return "queued"
+        if seq.status is Status.FINISHED:
+            return "finished"
+        return "decoding" if len(seq.tokens) > seq.prompt_len else "prefill"
 
     def abort(self) -> None:
         """End the request at the next token boundary, wherever it stands. Idempotent."""

@@ -82,8 +82,9 @@ def make_runner(files: ModelFiles, config: EngineConfig, store: Store) -> Runner
     return OpenVINORunner.load(
         files.path,
         kv_bytes=kv_bytes,
+        memory_bytes=config.bytes_of("memory"),
         cache_dir=store.cache_dir(files.key),
         threads=config.threads,
-        precision=config.precision,
+        precision=config.precision,  # type: ignore[arg-type] - checked by the config
         max_step_tokens=config.max_step_tokens,
     )

@@ -22,7 +22,6 @@ from enum import StrEnum
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from shoal.core.sequence import Status
 from shoal.errors import InvalidRequestError, ShoalError
 from shoal.sampling import derive_seed
 from shoal.types import Event, FinishReason, Message, Request, Result, SamplingParams
@@ -147,13 +146,8 @@ class Card:
 
     def look(self) -> None:
         """Ask the engine where the request stands. It may have moved on by the time this returns."""
-        ticket = self.handle.ticket if self.handle is not None else None
-        if self.finished or ticket is None:
-            return
-        if ticket.seq.status is Status.WAITING:
-            self.state = State.QUEUED
-        else:
-            self.state = State.DECODING if self.tokens else State.PREFILL
+        if self.handle is not None and not self.finished and self.handle.state != "finished":
+            self.state = State(self.handle.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from shoal.runners.fake import FakeRunner
 from tests.contract.runners import openvino_runner
 
 
-
 @pytest.fixture(scope="module", params=["fake", "openvino"])
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """One runner of each kind for all tests of a file; each test uses blocks of its own."""

@@ -55,3 +55,17 @@ def test_broken_and_missing_records_are_refused(tmp_path: Path) -> None:
         list(replay(tmp_path / "broken"))
     with pytest.raises(StoreError, match="cannot be written"):
         toy_engine(record=str(tmp_path / "no" / "dir" / "log"))
+
+
+def test_the_command_shows_a_recording_step_by_step(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from shoal.cli.main import app
+
+    recorded(tmp_path / "log")
+    shown = CliRunner().invoke(app, ["replay", str(tmp_path / "log"), "--limit", "5"])
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert len(lines) == 6
+    assert "+1:64@0" in lines[0]
+    assert lines[-1].endswith("0 planned otherwise than recorded")

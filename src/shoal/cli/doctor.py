@@ -31,6 +31,9 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help=f"Model for the self-check; {options.DEFAULT_MODEL} if it is here.")
     ] = None,
+    isolation: Annotated[
+        bool, typer.Option("--isolation", help="Also run twelve chats with secret words, and look for leaks.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show machine, backend, precision, store and memory, and check that a batch gives what a lone run gives.
@@ -38,17 +41,18 @@ def doctor(
     Exit status 1 when the check fails. Never fetches anything.
     """
     document = {}
-    for section, facts in _sections(model or options.DEFAULT_MODEL, required=model is not None):
+    required = model is not None or isolation
+    for section, facts in _sections(model or options.DEFAULT_MODEL, required=required, isolation=isolation):
         document[section] = facts
         if not as_json:
             print(f"{section.replace('_', '-'):11}{_SHOW[section](facts)}", flush=True)
     if as_json:
         print_json(document)
-    if document["self_check"]["status"] == "FAILED":
+    if any(document[check]["status"] == "FAILED" for check in ("self_check", "isolation") if check in document):
         raise typer.Exit(1)
 
 
-def _sections(model: str, *, required: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts of the report, each as soon as it is known. `required`: a missing model is an error."""
     from shoal.cli.machine import machine_facts, versions
 
@@ -83,6 +87,8 @@ def _sections(model: str, *, required: bool) -> Iterator[tuple[str, dict[str, An
             },
         )
         yield "self_check", self_check(engine)
+        if isolation:
+            yield "isolation", _isolation(engine)
 
 
 def _runner() -> dict[str, Any]:
@@ -97,12 +103,11 @@ def _runner() -> dict[str, Any]:
 
 def _precision() -> dict[str, Any]:
     """What "auto" comes to on this CPU."""
-    from shoal.runners.openvino.loading import open_core
+    from shoal.runners.openvino.loading import best_precision, open_core
 
-    capabilities = open_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    if "BF16" in capabilities:
-        return {"name": "bf16", "why": "this CPU multiplies it natively", "capabilities": list(capabilities)}
-    return {"name": "f32", "why": "this CPU has no native bf16", "capabilities": list(capabilities)}
+    core = open_core()
+    name, why = best_precision(core)
+    return {"name": name, "why": why, "capabilities": list(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))}
 
 
 def _store() -> dict[str, Any]:
@@ -148,6 +153,17 @@ def self_check(engine: Engine) -> dict[str, Any]:
         "status": "ok",
         "detail": f"{_TOKENS} tokens, greedy and sampled, are equal alone, in a batch of 8, and from a cached prefix",
     }
+
+
+def _isolation(engine: Engine) -> dict[str, Any]:
+    from shoal.isolation import check_isolation
+
+    report = check_isolation(engine)
+    told = f"{report.chats} chats, {report.answers} answers, {report.recalled} with their own secret word"
+    if report.ok:
+        return {"status": "ok", "detail": f"{told}, none with another's; all equal to what each chat writes alone"}
+    found = "; ".join((*report.leaks, *report.differing)[:4]) or "too few recalled their word for the check to count"
+    return {"status": "FAILED", "detail": f"{told}, {len(report.leaks)} leaks, {len(report.differing)} differ: {found}"}
 
 
 def _answer(engine: Engine, sampling: Any, task: str, mates: tuple[str, ...]) -> tuple[int, ...]:
@@ -205,4 +221,5 @@ _SHOW = {
     "store": _show_store,
     "memory": _show_memory,
     "self_check": _show_check,
+    "isolation": _show_check,
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from shoal.errors import ConfigError
 from shoal.types import ModelSpec, SeqId, StepOutput, StepPlan
 
-__all__ = ["ModelSpec", "Runner"]
+__all__ = ["ModelSpec", "Runner", "kv_budget"]
 
 
 class Runner(Protocol):
@@ -36,3 +37,21 @@ class Runner(Protocol):
     def close(self) -> None:
         """Free the device's memory. Idempotent; no other call may follow."""
         ...
+
+
+def kv_budget(kv_bytes: int, memory_bytes: int | None, fixed_bytes: int) -> int:
+    """Bytes for KV: `kv_bytes`, or what `memory_bytes` leaves beside `fixed_bytes` (weights and a step) if less.
+
+    Raises `ConfigError` when nothing is left.
+    """
+    if memory_bytes is None:
+        return kv_bytes
+    left = memory_bytes - fixed_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"memory is {memory_bytes:,} bytes, and weights and a step take {fixed_bytes:,} of it",
+            value=memory_bytes,
+            limit=fixed_bytes,
+            hint="raise memory, lower max_step_tokens, or load a smaller model",
+        )
+    return min(kv_bytes, left)

@@ -86,7 +86,8 @@ class Feed:
     def __init__(self, request: Any, vocab_size: int, block_size: int, num_blocks: int) -> None:
         import openvino as ov
 
-        self._request, self._tensor = request, ov.Tensor
+        self._request: Any = request
+        self._tensor = ov.Tensor
         self._vocab, self._block, self._num_blocks = vocab_size, block_size, num_blocks
         self._buffer = np.zeros(1024, np.int32)
         self._blocks = np.zeros(256, np.int32)
@@ -101,6 +102,10 @@ class Feed:
         """Drop the tables of these sequences; unknown ids are ignored."""
         for seq_id in seq_ids:
             self._tables.pop(seq_id, None)
+
+    def close(self) -> None:
+        """Let go of the request, and with it of the compiled model."""
+        self._request = None
 
     def write(self, plan: StepPlan) -> Wanted:
         """Set all inputs for one pass; each sequence's tokens are all of its prompt or all generated.

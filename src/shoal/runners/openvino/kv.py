@@ -55,10 +55,10 @@ class KVArrays:
         self.num_blocks = kv_bytes // per_block
         if self.num_blocks < 1:
             raise ConfigError(
-                f"kv_bytes is {kv_bytes:,}",
+                f"kv_memory is {kv_bytes:,} bytes",
                 value=kv_bytes,
                 limit=per_block,
-                hint=f"one block takes {per_block:,} bytes",
+                hint=f"one block of KV takes {per_block:,} bytes: raise it to at least that",
             )
         self.scratch = self.num_blocks
         self.block_size = ports[0].shape[-2]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from shoal.errors import BackendError, ModelFormatError, ModelNotFoundError
 from shoal.runners.openvino.convert import converted
 from shoal.runners.openvino.graph import build, paged_from_ir
+
+Precision: TypeAlias = Literal["auto", "bf16", "f32"]
 
 IR_NAME = "openvino_model.xml"
 
@@ -42,6 +44,13 @@ def open_core() -> Any:
     if "CPU" not in core.available_devices:
         raise BackendError("OpenVINO has no CPU plugin here", value=core.available_devices, hint="reinstall openvino")
     return core
+
+
+def best_precision(core: Any) -> tuple[Precision, str]:
+    """The precision to use on this CPU, and why."""
+    if "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        return "bf16", "this CPU multiplies it natively"
+    return "f32", "this CPU has no native bf16"
 
 
 def machine(core: Any) -> tuple[str, str]:

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BackendError, RunnerError
+from shoal.runners.base import kv_budget
 from shoal.runners.openvino.feed import Feed, Wanted
 from shoal.runners.openvino.kv import KVArrays, cache_ports
-from shoal.runners.openvino.loading import Source, machine, open_core, read_source
+from shoal.runners.openvino.loading import Source, best_precision, machine, open_core, read_source
 from shoal.runners.openvino.probe import BLOCKS, is_exact, remembered, warm_up
 from shoal.types import ModelSpec, SeqId, StepOutput, StepPlan, Want
 
@@ -47,32 +48,34 @@ class OpenVINORunner:
         *,
         kv_bytes: int,
         cache_dir: Path,
+        memory_bytes: int | None = None,
         threads: int | None = None,
         precision: Precision = "auto",
         max_step_tokens: int = 1024,
     ) -> OpenVINORunner:
         """Load a GGUF file, or a directory with an OpenVINO model, for this machine's CPU.
 
-        A GGUF file is converted once and kept in `cache_dir`. `kv_bytes` is the most that KV may take; its pages are
-        taken when first written. `threads` None leaves the number to OpenVINO. `precision` "auto" is bf16 where the CPU
+        A GGUF file is converted once and kept in `cache_dir`. `kv_bytes` is the most that KV may take, `memory_bytes`
+        what weights, KV and the transient of a step may take together; pages of KV are taken when first written.
+        `threads` None leaves the number to OpenVINO. `precision` "auto" is bf16 where the CPU
         multiplies that natively, else f32. Raises `ModelError`s for what is wrong with the files, `BackendError` when
         OpenVINO is missing or cannot run the model, `ConfigError` for a budget below one block.
         """
         core = open_core()
         if precision == "auto":
-            precision = "bf16" if "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
+            precision, _ = best_precision(core)
         source = read_source(core, path, cache_dir)
         settings: dict[str, str] = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
         settings["PERFORMANCE_HINT"] = "LATENCY"
         if threads is not None:
             settings["INFERENCE_NUM_THREADS"] = str(threads)
         try:
-            runner = cls._compiled(core, source, settings, kv_bytes, max_step_tokens)
+            runner = cls._compiled(core, source, settings, kv_bytes, memory_bytes, max_step_tokens)
         except (RuntimeError, RunnerError):
             # Some CPUs have no kernel that quantises activations; the plugin may notice only in the first pass.
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
             try:
-                runner = cls._compiled(core, source, settings, kv_bytes, max_step_tokens)
+                runner = cls._compiled(core, source, settings, kv_bytes, memory_bytes, max_step_tokens)
             except (RuntimeError, RunnerError) as error:
                 raise BackendError(f"OpenVINO cannot run {path}", value=settings, hint="try precision f32") from error
         facts = (source.identity, sorted(settings.items()), *machine(core))
@@ -81,13 +84,22 @@ class OpenVINORunner:
 
     @classmethod
     def _compiled(
-        cls, core: Any, source: Source, settings: dict[str, str], kv_bytes: int, max_step_tokens: int
+        cls,
+        core: Any,
+        source: Source,
+        settings: dict[str, str],
+        kv_bytes: int,
+        memory_bytes: int | None,
+        max_step_tokens: int,
     ) -> OpenVINORunner:
         """A runner that has made its first pass. Raises `RuntimeError` or `RunnerError` when it cannot."""
         compiled = core.compile_model(source.model, "CPU", settings)
-        kv = KVArrays(cache_ports(compiled), kv_bytes)
         precision = settings["INFERENCE_PRECISION_HINT"]
         vocab_size = compiled.output(0).get_partial_shape()[-1].get_length()
+        step_bytes = max_step_tokens * source.step_elements_per_token * _ITEM_BYTES[precision]
+        step_bytes += _ROWS * vocab_size * (_ITEM_BYTES[precision] + 4)
+        fixed_bytes = source.weight_bytes + step_bytes
+        kv = KVArrays(cache_ports(compiled), kv_budget(kv_bytes, memory_bytes, fixed_bytes))
         spec = ModelSpec(
             name=source.name,
             architecture=source.architecture,
@@ -99,8 +111,7 @@ class OpenVINORunner:
             num_blocks=kv.num_blocks,
             kv_bytes_per_token=kv.bytes_per_token,
             weight_bytes=source.weight_bytes,
-            step_bytes=max_step_tokens * source.step_elements_per_token * _ITEM_BYTES[precision]
-            + _ROWS * vocab_size * (_ITEM_BYTES[precision] + 4),
+            step_bytes=step_bytes,
             splits_decode=True,
         )
         runner = cls(source, compiled, spec, kv)
@@ -122,8 +133,7 @@ class OpenVINORunner:
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass. `StepOutput.logits` is a view of the plugin's memory, valid until the next call.
 
-        Raises `RunnerError`, with the sequence's id as `value`, when its logits are not finite, and for plans that ask
-        what this runner does not do. A tie goes to the lowest token.
+        Raises `RunnerError` when OpenVINO fails and for plans that ask what this runner does not do.
         """
         if self._kv is None:
             raise RunnerError("the runner is closed", hint="load the model again")
@@ -157,6 +167,7 @@ class OpenVINORunner:
     def close(self) -> None:
         """Free the KV arrays and the compiled model. Idempotent."""
         self._kv = self._request = self._source = None
+        self._feed.close()
 
 
 def _split(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
@@ -173,18 +184,8 @@ def _split(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
 
 def _output(logits: NDArray[np.float32], wanted: Wanted) -> StepOutput:
     full = len(wanted.logits)
-    for seq_id, row in zip(wanted.logits, logits, strict=False):
-        _check_finite(seq_id, row.max())
     argmax = {}
     for seq_id, row in zip(wanted.argmax, logits[full:], strict=False):
         token = int(row.argmax())  # NaN, wherever it is, counts as the largest
-        _check_finite(seq_id, row[token])
-        argmax[seq_id] = (token,)
+        argmax[seq_id] = (token if np.isfinite(row[token]) else -1,)
     return StepOutput(argmax, logits[:full] if full else None)
-
-
-def _check_finite(seq_id: SeqId, largest: np.floating[Any]) -> None:
-    if not np.isfinite(largest):
-        raise RunnerError(
-            f"sequence {seq_id}: its logits are not finite", value=seq_id, hint="KV or weights are damaged"
-        )

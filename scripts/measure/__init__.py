@@ -1,0 +1,1 @@
+"""Figures of the engine, each from one command: `python -m scripts.measure NAME`."""

@@ -1,0 +1,33 @@
+"""The small form of `equality.py`: on the toy model always, on the real one where it is in the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import ModelError
+from shoal.runners.base import Runner
+from shoal.runners.fake import FakeRunner
+from tests.contract.runners import openvino_runner
+from tests.parity.equality import run
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_random_schedules_on_the_toy_model(splits: bool) -> None:
+    outcome = run(FakeRunner(num_blocks=160, vocab_size=5000, splits_decode=splits), schedules=60, requests=12)
+    assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
+    for what in ("hit", "preemption", "cancel", "fork"):
+        assert outcome.seen[what] > 20, f"hardly any {what}"
+
+
+def test_random_schedules_on_the_real_model() -> None:
+    try:
+        runner: Runner = openvino_runner(kv_memory="48MiB")
+    except ModelError as error:
+        pytest.skip(f"no model: {error}")
+    outcome = run(runner, schedules=12, requests=8, seed=3)
+    exact = runner.spec.exact
+    runner.close()
+    assert outcome.outputs_differing == 0
+    assert outcome.rows > 300
+    if exact:
+        assert outcome.rows_differing == 0

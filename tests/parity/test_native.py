@@ -1,0 +1,146 @@
+"""The native runner on the default model: the contract of all runners, fidelity, and the same bits in any batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.models import ModelFiles
+from shoal.models.gguf import read_gguf
+from shoal.runners.base import Runner
+from shoal.runners.native.runner import NativeRunner
+from shoal.types import ScheduledSequence, StepPlan, Want
+from tests.contract.test_runner import *  # noqa: F403 - the contract's tests, on the runner below
+from tests.parity.native_tiny import isas
+from tests.parity.reference import logits, mean_kl
+from tests.parity.schedules import Job, run_alone, run_together
+
+ISAS = isas()
+DECODED = 4
+Load = Callable[[str, int], NativeRunner]
+
+
+@pytest.fixture(scope="module")
+def load(model_files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """Runners by instruction set and threads; the file is packed once."""
+    cache: Path = tmp_path_factory.mktemp("packed")
+    made: dict[tuple[str, int], NativeRunner] = {}
+
+    def one(isa: str, threads: int) -> NativeRunner:
+        if (isa, threads) not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("SHOAL_ISA", isa)
+                made[isa, threads] = NativeRunner.load(
+                    model_files, kv_bytes=256 << 20, cache_dir=cache, threads=threads
+                )
+        return made[isa, threads]
+
+    yield one
+    for runner in made.values():
+        runner.close()
+
+
+@pytest.fixture(scope="module")
+def runner(load: Load) -> Runner:
+    """The runner that the contract's tests use."""
+    return load("auto", 2)
+
+
+def test_the_best_instruction_set_is_taken(load: Load) -> None:
+    assert load("auto", 2).isa == ISAS[0]
+    assert load("plain", 2).isa == "plain"
+
+
+def test_it_says_nearly_what_the_file_says(load: Load, model_files: ModelFiles, text_tokens: list[int]) -> None:
+    exact = logits(read_gguf(model_files.path), text_tokens)
+    runner = load("auto", 2)
+    table = tuple(range(len(text_tokens) // 32 + 1))
+    rows = np.empty_like(exact)
+    for at, token in enumerate(text_tokens):
+        output = runner.execute(StepPlan(at, (ScheduledSequence(1, (token,), at, table, Want.LOGITS),)))
+        assert output.logits is not None
+        rows[at] = output.logits[0]
+    divergence, agreement = mean_kl(exact, rows), np.mean(exact.argmax(-1) == rows.argmax(-1))
+    print(f"{runner.isa}: mean KL {divergence:.5f}, top-1 agreement {agreement:.4f}")
+    assert divergence <= 0.004
+    assert agreement >= 0.95
+
+
+@pytest.mark.parametrize(("isa", "seed"), [(isa, s) for isa in ISAS for s in range(4 if isa == ISAS[0] else 1)])
+def test_random_schedules_change_no_bit(load: Load, isa: str, seed: int) -> None:
+    """Alone on one thread, together on three: neither the company nor the chunks nor the threads may show."""
+    rng = random.Random(seed)
+    most = 24 if isa == "plain" else 900 if seed == 0 and isa == ISAS[0] else 200
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(49152) for _ in range(count)]
+
+    count = 3 if isa == "plain" else rng.randint(2, 12)
+    lengths = [rng.choice([1, 2, rng.randint(3, 24), rng.randint(1, most)]) for _ in range(count)]
+    alone = [Job(tokens(n), tokens(DECODED)) for n in lengths]
+    together = [Job(job.prompt, job.decoded) for job in alone]
+    run_alone(load(isa, 1), alone)
+    run_together(load(isa, 3), together, rng)
+    for a, b in zip(alone, together, strict=True):
+        assert len(a.rows) == len(b.rows) == DECODED + 1
+        for at, (row, other) in enumerate(zip(a.rows, b.rows, strict=True)):
+            assert np.array_equal(row, other), f"row {at} of a prompt of {len(a.prompt)} differs"
+
+
+def test_shared_trunks_change_no_bit(load: Load, text_tokens: list[int]) -> None:
+    """Twenty rows over one trunk of 200 tokens, some parting early, against each of them alone in blocks of its own."""
+    runner, rng = load("auto", 2), random.Random(3)
+    trunk = text_tokens[:224]
+    table = tuple(range(7))
+    runner.execute(StepPlan(0, (ScheduledSequence(1, tuple(trunk), 0, table, Want.NOTHING),)))
+    items, prompts = [], []
+    for i in range(20):
+        shared = rng.choice([1, 2, 3, 6, 7, 7, 7])
+        suffix = [rng.randrange(1000) for _ in range(rng.choice([1, 1, 5, 70]))]
+        own = tuple(range(20 + 4 * i, 24 + 4 * i))
+        items.append(ScheduledSequence(10 + i, tuple(suffix), 32 * shared, table[:shared] + own, Want.LOGITS))
+        prompts.append(trunk[: 32 * shared] + suffix)
+    output = runner.execute(StepPlan(0, tuple(items)))
+    assert output.logits is not None
+    rows = output.logits.copy()
+    for row, prompt in zip(rows, prompts, strict=True):
+        alone = runner.execute(
+            StepPlan(0, (ScheduledSequence(99, tuple(prompt), 0, tuple(range(200, 212)), Want.LOGITS),))
+        )
+        assert alone.logits is not None
+        assert np.array_equal(row, alone.logits[0])
+
+
+def test_chained_steps_are_the_single_ones(load: Load, text_tokens: list[int]) -> None:
+    runner = load("auto", 2)
+    starts = {1: text_tokens[:40], 2: text_tokens[50:57]}
+    tables = {1: (0, 1, 2), 2: (5, 3)}
+    outcomes: list[dict[int, list[int]]] = []
+    for chain in (1, 8):
+        prefill = tuple(ScheduledSequence(s, tuple(t), 0, tables[s], Want.ARGMAX) for s, t in starts.items())
+        tokens = {s: list(row) for s, row in runner.execute(StepPlan(0, prefill)).argmax.items()}
+        while len(tokens[1]) < 9:
+            feed = tuple(
+                ScheduledSequence(s, (row[-1],), len(starts[s]) + len(row) - 1, tables[s], Want.ARGMAX)
+                for s, row in tokens.items()
+            )
+            for s, row in runner.execute(StepPlan(0, feed, chain=chain)).argmax.items():
+                tokens[s] += row
+        outcomes.append(tokens)
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_instruction_sets_agree(load: Load, text_tokens: list[int], isa: str) -> None:
+    """Not to the bit, sums run in other orders, but to what rounding explains."""
+    plan = StepPlan(0, (ScheduledSequence(1, tuple(text_tokens[:48]), 0, (0, 1), Want.LOGITS),))
+    rows = []
+    for name in ("plain", isa):
+        output = load(name, 2).execute(plan)
+        assert output.logits is not None
+        rows.append(output.logits.copy())
+    assert mean_kl(rows[0], rows[1]) < 2e-3

@@ -1,0 +1,309 @@
+"""The native runner's edges: what is packed, what is refused and how, and that nothing leaks between sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, StoreError, UnsupportedModelError
+from shoal.models.files import local_files
+from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
+from shoal.runners.native import describe, pack, runner
+from shoal.runners.native.runner import NativeRunner, packed_path
+from shoal.types import ScheduledSequence, StepPlan, Want
+from tests.parity.native_tiny import isas, open_tiny, random_blocks, write_blocks
+from tests.parity.tiny import write_tiny
+
+ISAS = isas()
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_blocks(tmp_path_factory.mktemp("tiny") / "blocks.gguf", "Q4_1", bad_token=7)
+
+
+@pytest.fixture
+def tiny(blocks: Path) -> NativeRunner:
+    return open_tiny(blocks)
+
+
+def item(
+    tokens: list[int], start: int, table: tuple[int, ...], want: Want = Want.LOGITS, seq_id: int = 1
+) -> ScheduledSequence:
+    return ScheduledSequence(seq_id, tuple(tokens), start, table, want)
+
+
+def run(made: NativeRunner, *items: ScheduledSequence, **fields: Any) -> Any:
+    output = made.execute(StepPlan(0, items, **fields))
+    return None if output.logits is None else output.logits.copy()
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------
+
+
+def unpack(packed: Any, form: pack.Form, n: int, k: int) -> Any:
+    """The layout read by its drawing in kernels.h."""
+    out = np.empty((n, k))
+    scale = np.float32 if form.wide_scales else np.float16
+    code_bytes, parts = 32 * 16 * form.codes // 8, 32 // form.group
+    for row in range(n):
+        for g in range(k // 32):
+            at = packed[row // 32, g].tobytes()
+            half, lane = row % 32 // 16, row % 16
+            codes = at[half * code_bytes : (half + 1) * code_bytes]
+            scales = np.frombuffer(at[2 * code_bytes :], scale).reshape(-1, 32).astype(np.float64)
+            for i in range(32):
+                if form.codes == 4:
+                    byte = codes[i // 8 * 64 + lane * 4 + i % 4]
+                    code = byte & 15 if i % 8 < 4 else byte >> 4
+                else:
+                    code = codes[i // 4 * 64 + lane * 4 + i % 4]
+                offset = 0 if form.has_min else 2**form.offset_log2
+                minimum = scales[parts, row % 32] if form.has_min else 0.0
+                out[row, g * 32 + i] = scales[i // form.group, row % 32] * (code - offset) + minimum
+    return out
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_packing_keeps_every_weight(kind: str) -> None:
+    raw = random_blocks(np.random.default_rng(3), kind, 40, 256)
+    tensor = GgufTensor("w", kind, (40, 256), raw.reshape(-1))
+    packed = np.concatenate(list(pack.packed_slabs(tensor)))
+    assert packed.nbytes == 2 * pack.FORMS[kind].strip_bytes(256)
+    values = unpack(packed, pack.FORMS[kind], 40, 256)
+    np.testing.assert_allclose(values, tensor.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_tiny(blocks).close()
+    monkeypatch.setattr(runner, "read_gguf", lambda path: pytest.fail("packed again"))
+    open_tiny(blocks).close()
+    assert not list(blocks.parent.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 100, b"shoalpk1" + (32).to_bytes(8, "little") + b"{}              "])
+def test_a_damaged_packed_file_is_made_again(tmp_path: Path, damage: bytes) -> None:
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
+    open_tiny(path).close()
+    packed = packed_path(local_files("tiny", path), tmp_path)
+    whole = packed.read_bytes()
+    packed.write_bytes(damage)
+    open_tiny(path).close()
+    assert packed.read_bytes() == whole
+    packed.write_bytes(whole[:-64])
+    open_tiny(path).close()
+    assert packed.read_bytes() == whole
+
+
+def test_an_unwritable_cache_is_a_store_error(blocks: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot write"):
+        NativeRunner.load(local_files("m", blocks), kv_bytes=1 << 22, cache_dir=tmp_path / "file" / "cache")
+
+
+# -- what is taken ---------------------------------------------------------------------------------------------------
+
+
+def changed(model: GgufModel, **fields: Any) -> GgufModel:
+    values = {name: getattr(model, name) for name in GgufModel.__dataclass_fields__}
+    return GgufModel(**values | fields)
+
+
+def test_supports_says_why_not(blocks: Path) -> None:
+    model = read_gguf(blocks)
+    assert describe.supports(model) is None
+    assert "architecture" in str(describe.supports(changed(model, architecture="gemma")))
+    assert "head size" in str(describe.supports(changed(model, head_dim=80)))
+    tensors = dict(model.tensors)
+    tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="IQ4_XS")
+    assert "IQ4_XS" in str(describe.supports(changed(model, tensors=tensors)))
+    assert "unknown" in str(
+        describe.supports(changed(model, tensors={**model.tensors, "blk.0.odd": tensors["output_norm.weight"]}))
+    )
+    assert runner.supports(local_files("m", blocks)) is None
+
+
+def test_a_model_of_another_kind_is_left_to_another_runner(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "t.gguf", "llama", kind="Q8_0", head_dim=16)
+    with pytest.raises(BackendError, match="head size 16"):
+        open_tiny(path)
+
+
+@pytest.mark.parametrize("shape", [(4, 64), (256, 64), (128, 256)])
+def test_a_tensor_that_does_not_fit_the_metadata_is_refused(blocks: Path, shape: tuple[int, ...]) -> None:
+    model = read_gguf(blocks)
+    tensors = dict(model.tensors)
+    tensors["blk.1.ffn_up.weight"] = replace(tensors["blk.1.ffn_up.weight"], shape=shape)
+    with pytest.raises(ModelFormatError, match="wrong shape"):
+        describe.tensors_of(changed(model, tensors=tensors))
+    del tensors["blk.1.ffn_up.weight"]
+    with pytest.raises(ModelFormatError, match="missing"):
+        describe.tensors_of(changed(model, tensors=tensors))
+
+
+def test_a_type_without_a_kernel_is_refused() -> None:
+    tensor = GgufTensor("w", "IQ2_XS", (32, 256), np.zeros(1, np.uint8))
+    with pytest.raises(UnsupportedModelError, match="IQ2_XS"):
+        pack.entry_of(tensor, 0)
+
+
+def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
+    made = open_tiny(blocks)
+    made.close()
+    path = packed_path(local_files("tiny", blocks), blocks.parent)
+    core = runner.load_core()
+    facts, entries = pack.read_header(path)
+    config = {k: v for k, v in facts.items() if k not in ("name", "architecture")} | {
+        "blocks": 4,
+        "threads": 1,
+        "isa": "auto",
+    }
+    core.Core(config, str(path), entries)
+    outside = [e | {"offset": 1 << 40} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
+    odd = [e | {"group": 7} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
+    for bad_config, bad_entries, reason in (
+        (config, outside, "outside"),
+        (config, odd, "no kernel"),
+        (config, entries[:-1], "missing"),
+        (config | {"embd": 128}, entries, "not"),
+        (config | {"heads": 3}, entries, "fit"),
+        (config | {"layers": -1}, entries, "range"),
+        (config | {"isa": "abacus"}, entries, "abacus"),
+    ):
+        with pytest.raises(core.FormatError, match=reason):
+            core.Core(bad_config, str(path), bad_entries)
+
+
+def test_bad_settings_are_typed_errors(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = local_files("m", blocks)
+    with pytest.raises(ConfigError, match="below one block"):
+        NativeRunner.load(files, kv_bytes=100, cache_dir=blocks.parent)
+    with pytest.raises(BackendError, match="not enough memory"):
+        NativeRunner.load(files, kv_bytes=1 << 50, cache_dir=blocks.parent)
+    monkeypatch.setenv("SHOAL_ISA", "abacus")
+    with pytest.raises(ModelFormatError, match="abacus"):
+        NativeRunner.load(files, kv_bytes=1 << 22, cache_dir=blocks.parent)
+
+
+def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise BackendError("the native kernels are not built", hint="install a compiler")
+
+    monkeypatch.setattr(runner, "load_core", missing)
+    assert "not built" in str(runner.supports(local_files("m", blocks)))
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("items", "fields", "reason"),
+    [
+        ([item([1], 3, (0,))], {}, "nothing was written"),
+        ([item([1], 32, (40, 41))], {}, "nothing was written"),
+        ([item([1], 0, (10_000,))], {}, "block 10000"),
+        ([item([1], 0, (-1,))], {}, "block -1"),
+        ([item([1], 0, ())], {}, "block table ends"),
+        ([item([1] * 33, 0, (1,))], {}, "block table ends"),
+        ([item([130], 0, (1,))], {}, "token 130"),
+        ([item([-1], 0, (1,))], {}, "token -1"),
+        ([item([2**40], 0, (1,))], {}, "step 0"),
+        ([item([], 0, (1,))], {}, "no tokens"),
+        ([item([1], -5, (1,))], {}, "position"),
+        ([item([1], 512, tuple(range(20)))], {}, "position 512"),
+        ([item([1], 0, (1,)), item([2], 0, (1,), seq_id=2)], {}, "written twice"),
+        ([item([1] * 40, 0, (1, 1))], {}, "written twice"),
+        ([item([1], 0, (1,))], {"copies": ((0, 10_000),)}, "copy"),
+        ([item([1], 0, (1,))], {"copies": ((-1, 0),)}, "copy"),
+        ([item([1], 0, (1,))], {"chain": 2}, "chained"),
+        ([item([1], 0, (1,), Want.ARGMAX)], {"chain": 0}, "chain"),
+        ([item([1], 0, (1,), Want.ARGMAX)], {"chain": 65}, "chain"),
+        ([item([1], 31, (1,), Want.ARGMAX)], {"chain": 2}, "block table ends"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(
+    tiny: NativeRunner, items: list[Any], fields: dict[str, Any], reason: str
+) -> None:
+    before = run(tiny, item([3, 4], 0, (2,)))
+    with pytest.raises(RunnerError, match=reason):
+        tiny.execute(StepPlan(0, tuple(items), **fields))
+    assert np.array_equal(run(tiny, item([4], 1, (2,))), before)
+
+
+def test_a_refused_plan_copies_nothing(tiny: NativeRunner) -> None:
+    run(tiny, item([3, 4, 5], 0, (0,)))
+    with pytest.raises(RunnerError):
+        run(tiny, item([1], 0, (10_000,)), copies=((0, 1),))
+    with pytest.raises(RunnerError, match="nothing was written"):
+        run(tiny, item([6], 3, (1,)))
+    assert np.array_equal(run(tiny, item([6], 3, (1,)), copies=((0, 1),)), run(tiny, item([6], 3, (0,))))
+
+
+def test_an_empty_plan_and_copies_alone_are_fine(tiny: NativeRunner) -> None:
+    assert tiny.execute(StepPlan(0, ())).argmax == {}
+    run(tiny, item([3], 0, (0,)))
+    assert tiny.execute(StepPlan(0, (), copies=((0, 5),))).logits is None
+    run(tiny, item([4], 1, (5,)))
+
+
+def test_a_closed_runner_says_so(blocks: Path) -> None:
+    made = open_tiny(blocks)
+    made.release([1, 2])
+    made.close()
+    made.close()
+    with pytest.raises(RunnerError, match="closed"):
+        made.execute(StepPlan(0, ()))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_is_not_finite_stays_in_its_sequence(blocks: Path, isa: str) -> None:
+    """Token 7 has an infinite embedding. Its batch mates, and those who use its blocks later, see nothing of it."""
+    made = open_tiny(blocks, isa=isa)
+    good = item([1, 2, 3], 0, (4,), seq_id=1)
+    expected = run(made, good)
+    output = made.execute(
+        StepPlan(0, (good, item([1, 7, 3], 0, (5,), Want.ARGMAX, seq_id=2), item([9], 0, (6,), Want.ARGMAX, seq_id=3)))
+    )
+    assert output.argmax[2] == (-1,)
+    assert output.argmax[3][0] >= 0
+    assert output.logits is not None
+    assert np.array_equal(output.logits[0], expected[0])
+    run(made, item([7] * 64, 0, (8, 9), Want.NOTHING))
+    for count in (1, 2, 31, 33):
+        tokens = [10 + i for i in range(count)]
+        assert np.array_equal(run(made, item(tokens, 0, (8, 9))), run(made, item(tokens, 0, (1, 2)))), count
+    assert not np.isfinite(run(made, item([7], 0, (8,)))).any()
+    chained = made.execute(StepPlan(0, (item([7], 0, (8,), Want.ARGMAX),), chain=3)).argmax[1]
+    assert chained == (-1, -1, -1)
+
+
+def test_ties_go_to_the_lowest_token(tmp_path: Path) -> None:
+    """With output weights all zero every logit is zero."""
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
+    made = open_tiny(path)
+    made.close()
+    packed = packed_path(local_files("tiny", path), tmp_path)
+    facts, entries = pack.read_header(packed)
+    (head,) = (e for e in entries if e["name"] == "output.weight")
+    raw = bytearray(packed.read_bytes())
+    size = math.ceil(head["n"] / 32) * pack.FORMS["Q8_0"].strip_bytes(head["k"])
+    raw[head["offset"] : head["offset"] + size] = bytes(size)
+    packed.write_bytes(raw)
+    made = open_tiny(path, threads=3)
+    assert made.execute(StepPlan(0, (item([5, 6], 0, (0,), Want.ARGMAX),))).argmax == {1: (0,)}
+    assert facts["vocab"] == 130
+
+
+def test_two_runners_in_one_process_do_not_meet(blocks: Path) -> None:
+    first, second = open_tiny(blocks, threads=3), open_tiny(blocks, threads=1)
+    a = run(first, item([1, 2, 3], 0, (0,)))
+    b = run(second, item([1, 2, 3], 0, (3,)))
+    assert np.array_equal(a, b)
+    first.close()
+    assert np.array_equal(run(second, item([3], 2, (3,))), b)
+    second.close()
