@@ -21,6 +21,7 @@ from shoal.types import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 BLOCKS = 8
 """Blocks the probe writes to, the first ones; their contents mean nothing before or after."""
 
+_VERSION = 1  # raised when the probe changes, so that answers of an older one are not believed
 _LENGTH = 40  # tokens of the probed sequence
 _CUT = 23  # where its second run is cut in two, inside a block
 _CROWD = 128  # tokens of the largest mate
@@ -64,7 +65,7 @@ def is_exact(execute: Execute, vocab_size: int) -> bool:
 
 def remembered(cache_dir: Path, facts: tuple[object, ...], probe: Callable[[], bool]) -> bool:
     """What `probe` says, asked once for equal `facts`. A cache that cannot be read or written only costs time."""
-    path = cache_dir / f"exact-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    path = cache_dir / f"exact-{hashlib.sha256(repr((_VERSION, *facts)).encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         if isinstance(answer := json.loads(path.read_text("utf-8")), bool):
             return answer
