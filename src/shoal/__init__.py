@@ -7,7 +7,7 @@ from shoal.aio import AsyncEngine
 from shoal.config import EngineConfig
 from shoal.engine import Engine
 from shoal.errors import ShoalError
-from shoal.handles import Handle, Prefix
+from shoal.handles import Handle, PrefixCache
 from shoal.types import Event, FinishReason, Namespace, Priority, Receipt, Report, Request, Result, SamplingParams
 
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ __all__ = [
     "FinishReason",
     "Handle",
     "Namespace",
-    "Prefix",
+    "PrefixCache",
     "Priority",
     "Receipt",
     "Report",

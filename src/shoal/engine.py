@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from shoal.config import EngineConfig
 from shoal.core.sequence import Status
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
-from shoal.handles import Handle, Prefix
+from shoal.handles import Handle, PrefixCache
 from shoal.intake import Admissible, Codec, Intake
 from shoal.loop import Sink, StepLoop
 from shoal.runners.base import Runner
@@ -62,7 +62,7 @@ class Engine:
         self._step_began: float | None = None
         self._stopped = threading.Event()
         self.restored_handles: list[Handle] = []
-        self.restored_prefixes: list[Prefix] = []
+        self.restored_prefixes: list[PrefixCache] = []
         started: Future[StepLoop] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(make_runner, started), name="shoal-engine", daemon=True
@@ -163,7 +163,7 @@ class Engine:
         return QueueFullError(f"{waiting} requests wait already", value=waiting, limit=limit, retry_after_s=retry)
 
     def run(
-        self, requests: Sequence[Request], on_tokens: OnTokens | None = None, *, prefix: Prefix | None = None
+        self, requests: Sequence[Request], on_tokens: OnTokens | None = None, *, prefix: PrefixCache | None = None
     ) -> Report:
         """Run requests to their ends and report. One that cannot be served ends with its error, the others run on.
 
@@ -184,8 +184,8 @@ class Engine:
         """
         return self.run(branch_requests(shared, branches, fields), on_tokens)
 
-    def cache_prefix(self, prefix: Prompt, *, namespace: Namespace | None = None) -> Prefix:
-        """Compute a prefix now and hold its KV until `Prefix.release` (or the end of a `with`).
+    def cache_prefix(self, prefix: Prompt, *, namespace: Namespace | None = None) -> PrefixCache:
+        """Compute a prefix now and hold its KV until `PrefixCache.release` (or the end of a `with`).
 
         Raises as `submit` does, `RunnerError` when the pass fails.
         """
@@ -196,10 +196,12 @@ class Engine:
             raise result.error
         if result.finish_reason is not FinishReason.STOP or handle.ticket is None:
             raise EngineClosedError("the engine closed before the prefix was computed")
-        return Prefix(self, handle.ticket.seq.seq_id, handle.admissible.tokens, handle.admissible.request.namespace)
+        return PrefixCache(
+            self, handle.ticket.seq.seq_id, handle.admissible.tokens, handle.admissible.request.namespace
+        )
 
-    def release_prefix(self, prefix: Prefix) -> None:
-        """Let go of a pinned prefix; `Prefix.release` calls this."""
+    def release_prefix(self, prefix: PrefixCache) -> None:
+        """Let go of a pinned prefix; `PrefixCache.release` calls this."""
         self._post(lambda: self._loop.unpin(prefix.seq_id))
 
     def fork(self, handle: Handle, count: int) -> list[Handle]:

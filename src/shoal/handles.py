@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from shoal.core.prefix_tree import common_prefix
 from shoal.core.sequence import Status
 from shoal.types import Event, Namespace, Result, SeqId
 
@@ -75,8 +76,13 @@ class Handle:
         return self._engine.fork(self, count)
 
 
-class Prefix:
-    """A prefix whose KV stays computed and held until it is released. Usable with `with`."""
+class PrefixCache:
+    """A prefix whose KV stays computed and held until it is released; `Engine.cache_prefix` makes it. Usable in `with`.
+
+    shared = PrefixCache.longest_common_prefix(prompts)
+    with engine.cache_prefix(shared) as prefix:
+        report = engine.run(requests, prefix=prefix)
+    """
 
     def __init__(self, engine: Engine, seq_id: SeqId, tokens: tuple[int, ...], namespace: Namespace) -> None:
         self.seq_id = seq_id
@@ -84,6 +90,13 @@ class Prefix:
         self.namespace = namespace
         self.released = False
         self._engine = engine
+
+    @staticmethod
+    def longest_common_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The token ids with which all prompts begin; empty for no prompts."""
+        first = tuple(prompts[0]) if prompts else ()
+        length = min((common_prefix(first, tuple(prompt)) for prompt in prompts), default=0)
+        return first[:length]
 
     def release(self) -> None:
         """Let the KV go: it stays cached while there is room. Idempotent."""

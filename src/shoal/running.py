@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import InvalidRequestError, RequestError
-from shoal.handles import Handle, Prefix
+from shoal.handles import Handle, PrefixCache
 from shoal.intake import Admissible
 from shoal.sampling import derive_seed
 from shoal.types import Event, FinishReason, Message, Report, Request, Result, StepRecord
@@ -23,7 +23,7 @@ OnTokens = Callable[[str, tuple[int, ...], str, bool], None]
 
 
 def run_requests(
-    engine: Engine, requests: Sequence[Request], on_tokens: OnTokens | None, prefix: Prefix | None
+    engine: Engine, requests: Sequence[Request], on_tokens: OnTokens | None, prefix: PrefixCache | None
 ) -> Report:
     """Run requests to their ends; see `Engine.run`."""
     if prefix is not None:
@@ -98,7 +98,7 @@ def _refused(request: Request, place: int, error: RequestError) -> Result:
     return Result(name, (), "", FinishReason.ERROR, 0, None, 0.0, request.sampling.seed or 0, error=error)
 
 
-def _check_prefix(engine: Engine, requests: Sequence[Request], prefix: Prefix) -> None:
+def _check_prefix(engine: Engine, requests: Sequence[Request], prefix: PrefixCache) -> None:
     if prefix.released:
         raise InvalidRequestError("the prefix was released", param="prefix", hint="compute it again with cache_prefix")
     for request in requests:

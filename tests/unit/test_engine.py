@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal import AsyncEngine, Engine, Event, FinishReason, Namespace, Request, Result, SamplingParams
+from shoal import AsyncEngine, Engine, Event, FinishReason, Namespace, PrefixCache, Request, Result, SamplingParams
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.errors import (
@@ -343,6 +343,13 @@ def test_a_pinned_prefix_survives_pressure_and_can_be_released() -> None:
         engine.suspend()
         assert engine.stats().kv_held_bytes == 0
         engine.resume()
+
+
+def test_the_longest_common_prefix_of_prompts() -> None:
+    longest = PrefixCache.longest_common_prefix
+    assert longest([[1, 2, 3], [1, 2, 4, 5], [1, 2]]) == (1, 2)
+    assert longest([[1, 2, 3]]) == (1, 2, 3)
+    assert longest([[1], [2]]) == longest([]) == ()
 
 
 def test_namespaces_keep_agents_apart() -> None:
