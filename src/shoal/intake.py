@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.errors import InvalidRequestError, KVBudgetError, PromptTooLongError
+from shoal.grammar import Grammar, GrammarCompiler
 from shoal.sampling import SamplerState
 from shoal.types import Message, ModelSpec, Request, SamplingParams
 
@@ -42,10 +43,12 @@ class Admissible:
     tokens: tuple[int, ...]
     sampling: SamplingParams
     seed: int
+    grammar: Grammar | None = None
 
     def sampler(self, spec: ModelSpec, eos_ids: Collection[int]) -> SamplerState:
         """A fresh sampling state for this request."""
-        return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids)
+        constraint = self.grammar.start() if self.grammar is not None else None
+        return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint)
 
 
 class Intake:
@@ -54,6 +57,7 @@ class Intake:
     def __init__(self, spec: ModelSpec, codec: Codec | None, seed: int | None) -> None:
         self.spec = spec
         self.codec = codec
+        self.grammars = GrammarCompiler(codec, spec.vocab_size) if codec is not None else None
         self._seeds = random.Random(seed)
 
     @property
@@ -86,10 +90,18 @@ class Intake:
         for token in sampling.stop_token_ids:
             self._check_token(token, "stop_token_ids")
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(62)
-        admissible = Admissible(request, tuple(tokens), sampling, seed)
+        grammar = self._compile(sampling) if sampling.structured else None
+        admissible = Admissible(request, tuple(tokens), sampling, seed, grammar)
         admissible.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
         self._check_budget(len(tokens), sampling.max_tokens)
         return admissible
+
+    def _compile(self, sampling: SamplingParams) -> Grammar:
+        if self.grammars is None:
+            raise InvalidRequestError(
+                "a grammar needs a tokenizer and this engine has none", param="json_schema", hint="load a whole model"
+            )
+        return self.grammars.compile(sampling)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse a prompt that is empty, names tokens the model lacks, or leaves no room in the context."""

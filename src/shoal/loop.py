@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from shoal.config import EngineConfig
@@ -184,6 +185,7 @@ class StepLoop:
             self._deliver()
             return None
         prefill = sum(len(item.tokens) for item in plan.sequences if not self._tickets[item.seq_id].seq.decoding)
+        filled = self._begin_masks(plan)
         try:
             started = self.clock()
             output = self.runner.execute(plan)
@@ -191,6 +193,8 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001 - the first loop boundary: whatever a backend raises ends these requests
             self._fail(plan, error)
             return None
+        if filled is not None:
+            filled.result()
         sampled = self._sample(plan, output)
         end = self.clock()
         self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
@@ -203,6 +207,13 @@ class StepLoop:
             listener(record)
         self._deliver()  # last: whoever hears of an end has the records of all its steps
         return record
+
+    def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
+        """Let the masks of the rows this pass gives be filled while the device computes."""
+        samplers = [self._tickets[item.seq_id].sampler for item in plan.sequences if item.want is Want.LOGITS]
+        constraints = [sampler.constraint for sampler in samplers if sampler.constraint is not None]
+        grammars = self.intake.grammars
+        return grammars.begin_fill(constraints) if constraints and grammars is not None else None
 
     def _fail(self, plan: StepPlan, cause: Exception) -> None:
         self.failures += 1
@@ -230,19 +241,27 @@ class StepLoop:
         chosen, logprobs = sample(output.logits, [ticket.sampler for ticket in rows])
         for ticket, token, logprob in zip(rows, chosen.tolist(), logprobs, strict=True):
             seq_id = ticket.seq.seq_id
-            sampled[seq_id] = (token,)
             if token == INVALID_TOKEN:
-                self._poison(sampled, seq_id)
+                self._reject(ticket)
                 continue
             ticket.sampler.accept(token)
+            sampled[seq_id] = (token, *ticket.sampler.take_forced())
             if logprob is not None:
                 ticket.pending_logprobs.append(logprob)
         return sampled
 
+    def _reject(self, ticket: Ticket) -> None:
+        """End a request whose row left no token to choose, alone."""
+        seq_id, constraint = ticket.seq.seq_id, ticket.sampler.constraint
+        if constraint is not None and constraint.error is not None:
+            error = RunnerError(f"the grammar gave up: {constraint.error}", hint="make the schema or grammar simpler")
+            self.scheduler.abort(seq_id, FinishReason.ERROR, error)
+        else:
+            self.scheduler.poison(seq_id, _not_finite())
+
     def _poison(self, sampled: dict[SeqId, tuple[int, ...]], seq_id: SeqId) -> None:
         del sampled[seq_id]
-        message = "the model gave logits that are not finite numbers"
-        self.scheduler.poison(seq_id, RunnerError(message, value=float("nan"), hint="its KV was dropped; try again"))
+        self.scheduler.poison(seq_id, _not_finite())
 
     def _deliver(self) -> None:
         progress = self.scheduler.take_progress()
@@ -303,6 +322,11 @@ class StepLoop:
             weight_bytes=spec.weight_bytes,
             step_bytes=spec.step_bytes,
         )
+
+
+def _not_finite() -> RunnerError:
+    message = "the model gave logits that are not finite numbers"
+    return RunnerError(message, value=float("nan"), hint="its KV was dropped; try again")
 
 
 def _no_text(token: int) -> bytes:  # noqa: ARG001 - the engine has no tokenizer

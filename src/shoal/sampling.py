@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import InvalidRequestError
 from shoal.types import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from shoal.grammar import Constraint
 
 Floats: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
@@ -78,9 +81,11 @@ class SamplerState:
         vocab_size: int,
         prompt_tokens: Sequence[int] = (),
         eos_ids: Collection[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         """`eos_ids` are the model's end tokens; with the stop ids they are banned until `min_tokens` are output.
 
+        `constraint` is where the output stands in its grammar, not shared with another state.
         Raises `InvalidRequestError` when `logit_bias` names a token that the vocabulary lacks.
         """
         for token in params.logit_bias:
@@ -94,6 +99,7 @@ class SamplerState:
                 )
         self.params = params
         self.seed = seed
+        self.constraint = constraint
         self.num_output = 0
         self._bias_ids = np.array(list(params.logit_bias.keys()), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
@@ -109,6 +115,24 @@ class SamplerState:
     def accept(self, token: int) -> None:
         """Record that `token` was appended to the output."""
         self.num_output += 1
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        self._count(token)
+
+    def take_forced(self) -> tuple[int, ...]:
+        """Tokens that the grammar leaves no choice about, an end token last where it is complete; they are accepted.
+
+        None where log-probabilities are wanted: a token that no pass was run for has none.
+        """
+        if self.constraint is None or self.params.logprobs is not None:
+            return ()
+        forced = self.constraint.take_forced()
+        for token in forced:
+            self.num_output += 1
+            self._count(token)
+        return forced
+
+    def _count(self, token: int) -> None:
         if not self._penalises:
             return
         slot = self._slots.setdefault(token, len(self._slots))
@@ -127,10 +151,11 @@ class SamplerState:
     def shapes_now(self) -> bool:
         """True when the next token's logits are changed before the choice."""
         occurred = self._penalises and len(self._slots) > 0
-        return occurred or len(self._bias_ids) > 0 or self.num_output < self.params.min_tokens
+        biased = len(self._bias_ids) > 0 or self.constraint is not None
+        return occurred or biased or self.num_output < self.params.min_tokens
 
     def shape(self, z: Floats) -> None:
-        """Apply penalties, bias and bans to `z`, float32 [V], in place. A mask of allowed tokens belongs at its end."""
+        """Apply penalties, bias and bans to `z`, float32 [V], in place, and last the mask of the grammar."""
         params = self.params
         if self._penalises and self._slots:
             ids, counts = self._ids[: len(self._slots)], self._counts[: len(self._slots)]
@@ -146,6 +171,8 @@ class SamplerState:
             z[self._bias_ids] += self._bias
         if self.num_output < params.min_tokens:
             z[self._end_ids] = -np.inf
+        if self.constraint is not None:
+            self.constraint.mask(z)
 
 
 def sample(logits: Floats, states: Sequence[SamplerState]) -> tuple[Ids, list[TokenLogprob | None]]:

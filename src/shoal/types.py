@@ -68,6 +68,8 @@ class SamplingParams:
     `presence_penalty` and `frequency_penalty` (as OpenAI defines them) at the output only. `logprobs` is how many
     alternatives to report per token (0: only the chosen one; None: nothing). Without a `seed` the engine draws
     one and reports it in the result. The stop token is not part of the output; a stop string is cut from it.
+    At most one of `json_schema`, `regex` and `grammar` (Lark) constrains the output to that language; JSON comes
+    without free white space. Such an output ends when the grammar does, or short of that at a limit.
     """
 
     max_tokens: int = 256
@@ -85,6 +87,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    json_schema: Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -104,6 +109,7 @@ class SamplingParams:
             _check(_is_number(bias) and abs(bias) <= 1000, "logit_bias", bias, "between -1000 and 1000")
         most = self.max_tokens
         _check(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens ({most})")
+        self._check_structure()
 
     def _check_numbers(self) -> None:
         whole = {
@@ -133,6 +139,25 @@ class SamplingParams:
         _check(self.top_p > 0, "top_p", self.top_p, "above 0")
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
 
+    def _check_structure(self) -> None:
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if not given:
+            return
+        _check(len(given) == 1, given[-1], " and ".join(given), "the only one of json_schema, regex and grammar")
+        value = getattr(self, given[0])
+        if given[0] == "json_schema":
+            _check(isinstance(value, Mapping), "json_schema", value, "a JSON schema as a mapping")
+        else:
+            _check(isinstance(value, str) and value != "", given[0], value, "a non-empty string")
+        # The grammar decides when the output may end: a second opinion would leave no token to choose.
+        _check(self.min_tokens == 0, "min_tokens", self.min_tokens, f"0 beside {given[0]}")
+        _check(not self.ignore_eos, "ignore_eos", self.ignore_eos, f"false beside {given[0]}")
+
+    @property
+    def structured(self) -> bool:
+        """True when a schema, regular expression or grammar constrains the output."""
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
+
     @property
     def greedy(self) -> bool:
         """True when the next token is the arg-max of the raw logits and nothing else is asked of them."""
@@ -140,9 +165,10 @@ class SamplingParams:
 
     @property
     def shapes_logits(self) -> bool:
-        """True when penalties, biases or a minimum length change the logits before the choice."""
+        """True when penalties, biases, a grammar or a minimum length change the logits before the choice."""
         return (
-            self.repetition_penalty != 1.0
+            self.structured
+            or self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or bool(self.logit_bias)
@@ -293,7 +319,8 @@ class ScheduledSequence:
 
     KV of position p lives in slot p % block_size of block `block_table[p // block_size]`. Positions below `start`
     are there already. The table covers every fed position (and the chained ones) and may be longer. A table that
-    did not change since an earlier step is the same object, so a runner may cache what it derives from it.
+    did not change since an earlier step is the same object, so a runner may cache what it derives from it. The last
+    `generated` of the tokens are output of the sequence, the ones before are its prompt.
     """
 
     seq_id: SeqId
@@ -301,6 +328,7 @@ class ScheduledSequence:
     start: int
     block_table: tuple[BlockId, ...]
     want: Want
+    generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +371,8 @@ class ModelSpec:
     `step_bytes` is the most a step of `max_step_tokens` needs beside weights and KV (the transient).
     `copies_blocks`: the runner can copy a block (`StepPlan.copies`), so a prefix may be cut at any token.
     `exact`: logits of a sequence are the same bits whatever else is in the batch and however it is chunked.
+    `splits_decode`: that holds as long as generated tokens and prompt tokens are told apart, because other kernels
+    compute them; then KV of the ones never stands in for KV of the others.
     """
 
     name: str
@@ -359,6 +389,7 @@ class ModelSpec:
     max_chain: int = 1
     copies_blocks: bool = True
     exact: bool = False
+    splits_decode: bool = False
     recurrent: bool = False
 
     @property

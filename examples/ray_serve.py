@@ -1,0 +1,177 @@
+"""Replicas of the engine under Ray Serve, behind the same API; requests with one prefix go to one replica.
+
+    pip install 'shoal[cluster]'
+    python examples/ray_serve.py --model smollm2-135m --replicas 2
+
+Each replica is one engine with the whole server application. The way to it is Ray's: an ingress takes the HTTP call and
+Ray's own prefix-aware request router picks the replica, so that a prefix is computed and kept once in the cluster. A
+client that goes away ends its request in the replica, as it does with one server.
+"""
+
+# No `from __future__ import annotations`: Ray looks at the annotations of the ingress.
+import argparse
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from starlette.responses import Response, StreamingResponse
+
+# The public name, ray.serve.llm.request_router, asks for vLLM to be installed; the class itself does not need it.
+ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP call on its way to a replica. Ray's router reads `prompt`."""
+
+    method: str
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    prompt: str
+
+
+@serve.deployment(
+    max_ongoing_requests=64,
+    request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+)
+class Replica:
+    """One engine and the server's application, called without a socket."""
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        from shoal.server.app import create_app
+        from shoal.server.hub import ModelHub
+
+        self._engine = load(model, settings)
+        self._app = create_app(ModelHub(lambda name: load(name, settings), model, self._engine))
+
+    async def call(self, call: Call) -> AsyncIterator[dict[str, Any]]:
+        """The messages of the answer: its start, then its body in pieces."""
+        sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        gone = asyncio.Event()
+        given = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": call.body, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            await sent.put(dict(message))
+
+        answering = asyncio.ensure_future(self._app(_scope(call), receive, send))
+        try:
+            more = True
+            while more:
+                message = await sent.get()
+                more = message["type"] == "http.response.start" or message.get("more_body", False)
+                yield message
+        finally:
+            gone.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
+
+    def check_health(self) -> None:
+        """Ray replaces a replica whose engine has failed."""
+        if self._engine.failure is not None:
+            raise RuntimeError(f"the engine has failed: {self._engine.failure}")
+
+
+def load(model: str, settings: dict[str, Any]) -> Any:
+    """An engine; the name `toy` gives the toy model, to try the cluster without a real one."""
+    from shoal.config import EngineConfig
+    from shoal.engine import Engine
+
+    if model != "toy":
+        return Engine.load(model, **settings)
+    from shoal.runners.fake import ByteTokenizer, FakeRunner
+
+    return Engine(FakeRunner, ByteTokenizer(), EngineConfig(**settings))
+
+
+def _scope(call: Call) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": "http",
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": call.headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
+async def _bodies(messages: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    async for message in messages:
+        yield message.get("body", b"")
+
+
+def prompt_of(body: bytes) -> str:
+    """The text that decides where a call goes: what its prompt begins with, whatever the endpoint."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return ""
+    if not isinstance(fields, dict):
+        return ""
+    space = fields.get("prompt_cache_key") or ""  # prefixes are shared only within one
+    prompt = fields.get("messages") or fields.get("prompt") or fields.get("input") or ""
+    return f"{space}{prompt if isinstance(prompt, str) else json.dumps(prompt)}"
+
+
+ingress = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})  # it only passes on; the cores are for the replicas
+@serve.ingress(ingress)
+class Ingress:
+    """Takes calls in and hands them to the replica that Ray's router picks."""
+
+    def __init__(self, replicas: Any) -> None:
+        self._replicas = replicas
+
+    @ingress.api_route("/{path:path}", methods=["GET", "POST"])
+    async def pass_on(self, path: str, request: Request) -> Response:
+        """One call."""
+        body = await request.body()
+        headers = [(name, value) for name, value in request.headers.raw if name != b"host"]
+        call = Call(request.method, f"/{path}", headers, body, prompt_of(body) or path or "/")
+        messages = self._replicas.options(stream=True).call.remote(call)
+        start = await anext(messages)
+        pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start["headers"]]
+        headers_out = {name: value for name, value in pairs if name != "x-request-id"}  # Ray adds that
+        return StreamingResponse(_bodies(messages), start["status"], headers_out)
+
+
+def build(model: str, replicas: int, **settings: Any) -> Any:
+    """The application, for `serve.run`."""
+    return Ingress.bind(Replica.options(num_replicas=replicas).bind(model, settings))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--port", type=int, default=8000)
+    options = parser.parse_args()
+    serve.start(http_options={"host": "127.0.0.1", "port": options.port})
+    serve.run(build(options.model, options.replicas), blocking=True)
+
+
+if __name__ == "__main__":
+    main()

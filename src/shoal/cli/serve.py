@@ -1,0 +1,79 @@
+"""`shoal serve`: one engine behind the OpenAI-compatible API."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli import options
+from shoal.cli.console import load_engine, note, setting
+from shoal.errors import BackendError
+
+if TYPE_CHECKING:
+    from shoal.engine import Engine
+
+_SWITCH_INTERVAL_S = 0.0005  # the engine's thread must not wait for the server's five milliseconds
+
+
+def serve(
+    model: options.Model = options.DEFAULT_MODEL,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than loopback want an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one and prints it.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help="Clients must present this key.", envvar="SHOAL_API_KEY", show_envvar=True)
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Requests that decode together.", min=1)] = setting("max_batch"),
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get 429.", min=1)] = setting("max_queue"),
+    timeout: Annotated[float | None, typer.Option(help="Deadline in seconds of requests that bring none.")] = None,
+    drain: Annotated[float, typer.Option(help="Seconds that requests may go on after a stop.", min=0)] = 20.0,
+    cors: Annotated[list[str] | None, typer.Option(help="Allow this browser origin; may be given again.")] = None,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Put request bodies into the log.")] = False,
+    runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
+    kv_memory: options.KVMemory = options.KV_MEMORY,
+    threads: options.Threads = None,
+) -> None:
+    """Serve the OpenAI API: chat completions, completions, responses, models, metrics."""
+    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+        raise BackendError("the server's packages are not installed", hint="pip install 'shoal[server]'")
+    from shoal.models import Store
+    from shoal.server import logs
+    from shoal.server.config import ServerConfig
+    from shoal.server.hub import ModelHub
+    from shoal.server.run import bind, make_server
+
+    config = ServerConfig(
+        api_key=api_key,
+        request_timeout_s=timeout,
+        drain_s=drain,
+        cors_origins=tuple(cors or ()),
+        log_prompts=log_prompts,
+    )
+    logs.configure()
+    _warn_if_open(host, api_key)
+    listening = bind(host, port)
+
+    def load(name: str) -> Engine:
+        return load_engine(
+            name, max_batch=max_batch, max_queue=max_queue, runner=runner, kv_memory=kv_memory, threads=threads
+        )
+
+    def ready(number: int) -> None:
+        place = f"[{host}]" if ":" in host else host
+        print(f"shoal serves {model} on http://{place}:{number}/v1", flush=True)
+
+    note(f"loading {model}")
+    engine = load(model)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    hub = ModelHub(load, model, engine, Store().info)  # clients switch among what is in the store, no further
+    make_server(hub, config, listening, ready).run()
+
+
+def _warn_if_open(host: str, api_key: str | None) -> None:
+    loopback = host in ("localhost", "::1") or host.startswith("127.")
+    if not loopback and not api_key:
+        print(f"shoal: {host} is reachable by others and no API key is set", file=sys.stderr)

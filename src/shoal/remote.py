@@ -1,0 +1,294 @@
+"""The face of `AsyncEngine` over any OpenAI-compatible server: ours, vLLM, a cluster of either.
+
+engine = AsyncEngine.load("smollm2-135m")                       # here
+engine = RemoteEngine("http://cluster:8000/v1", "qwen3-32b")    # there; nothing else changes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from shoal.errors import (
+    BackendError,
+    EngineClosedError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    QueueFullError,
+    RunnerError,
+    ShoalError,
+)
+from shoal.types import Event, FinishReason, ModelSpec, Priority, Receipt, Request, Result, SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+_TIERS = {Priority.HIGH: "priority", Priority.LOW: "flex"}
+_STANDARD = ("presence_penalty", "frequency_penalty", "top_p")
+_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+_STRUCTURE = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+
+
+class RemoteEngine:
+    """Sends requests to `base_url` (it ends in `/v1`), to be batched there. Usable with `async with`, and closed by it.
+
+    `generate` and `complete` behave as in `AsyncEngine`: leaving early closes the connection, and a good server stops
+    then. Token ids come from servers that know `return_token_ids` (ours, vLLM); from others `tokens` stay empty. With
+    `extensions=False` only fields of the OpenAI API are sent, and a request that needs others is refused. `timeout_s`
+    of a request and log-probabilities are refused: the API tells neither when a request joins the batch nor ids.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        *,
+        api_key: str | None = None,
+        extensions: bool = True,
+        connect_timeout_s: float = 10.0,
+        idle_timeout_s: float = 600.0,
+    ) -> None:
+        """`model` None takes the first that the server lists. `idle_timeout_s`: the longest silence of a stream."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise BackendError("httpx is not installed", hint="pip install 'shoal[remote]'") from error
+        self._httpx = httpx
+        self._model = model
+        self._extensions = extensions
+        self._spec: ModelSpec | None = None
+        self._seeds = random.SystemRandom()
+        self._closed = False
+        self._http = httpx.AsyncClient(
+            base_url=base_url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(idle_timeout_s, connect=connect_timeout_s),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._describe()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the server tells of its model; sizes it does not tell are 0. Known inside `async with`."""
+        if self._spec is None:
+            raise EngineClosedError("the server has not been asked yet", hint="use `async with` first")
+        return self._spec
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """Events of one request as they come; the last has the result. Raises as `AsyncEngine.generate`."""
+        if self._closed:
+            raise EngineClosedError("the engine is closed", hint="make it again")
+        if self._spec is None:
+            await self._describe()
+        seed = request.sampling.seed
+        seed = self._seeds.getrandbits(62) if seed is None else seed
+        path, body = self._body(request, seed)
+        headers = {"X-Request-Id": request.id} if request.id else {}
+        answer = _Answer(request.id or f"remote-{seed:x}", seed)
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                async with self._http.stream("POST", path, json=body, headers=headers) as response:
+                    if response.status_code != 200:
+                        await response.aread()
+                        raise _error(response, request.sampling)
+                    async for line in response.aiter_lines():
+                        event = answer.take(line)
+                        if event is not None:
+                            yield event
+        except TimeoutError:
+            yield answer.end(FinishReason.TIMEOUT)
+            return
+        except self._httpx.HTTPError as error:
+            yield answer.end(FinishReason.ERROR, RunnerError(f"the connection broke: {error or type(error).__name__}"))
+            return
+        yield answer.end()
+
+    async def complete(self, request: Request) -> Result:
+        """Run one request to its end."""
+        async for event in self.generate(request):
+            if event.result is not None:
+                return event.result
+        raise AssertionError("a request ended without a result")
+
+    async def close(self) -> None:
+        """Drop the connections. Idempotent."""
+        self._closed = True
+        await self._http.aclose()
+
+    async def _describe(self) -> None:
+        try:
+            response = await self._http.get("models")
+        except self._httpx.HTTPError as error:
+            hint = "check base_url, which should end in /v1"
+            raise BackendError(f"the server cannot be reached: {error or type(error).__name__}", hint=hint) from error
+        if response.status_code != 200:
+            raise _error(response, SamplingParams())
+        models = {model["id"]: model for model in response.json()["data"]}
+        name = self._model or next(iter(models), None)
+        if name is None or name not in models:
+            raise ModelNotFoundError(f"the server has no model {name!r}", value=name, limit=sorted(models))
+        self._model = name
+        facts = models[name]
+        self._spec = ModelSpec(
+            name=name,
+            architecture=facts.get("architecture", "unknown"),
+            runner="remote",
+            precision=facts.get("precision", "unknown"),
+            vocab_size=0,
+            context_length=facts.get("max_model_len") or 0,
+            block_size=0,
+            num_blocks=0,
+            kv_bytes_per_token=0,
+            weight_bytes=0,
+        )
+
+    def _body(self, request: Request, seed: int) -> tuple[str, dict[str, Any]]:
+        """Path and body of the call."""
+        if request.timeout_s is not None:
+            raise _unsupported("timeout_s", "use deadline_s")
+        body: dict[str, Any] = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= self._sampling(request.sampling, seed)
+        if request.priority in _TIERS:
+            body["service_tier"] = _TIERS[request.priority]
+        space = request.namespace
+        if space.task or space.agent or space.version:
+            body["prompt_cache_key"] = f"{space.task}/{space.agent}/{space.version}"
+        if request.group:
+            body["user"] = request.group
+        if request.messages is not None:
+            return "chat/completions", {**body, "messages": [dict(message) for message in request.messages]}
+        prompt = request.prompt if request.prompt is not None else list(request.prompt_tokens or ())
+        return "completions", {**body, "prompt": prompt}
+
+    def _sampling(self, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+        if sampling.logprobs is not None:
+            raise _unsupported("logprobs", "ask the server itself")
+        body: dict[str, Any] = {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "seed": seed}
+        plain = SamplingParams()
+        for name in (*_STANDARD, *_EXTENSIONS):
+            value = getattr(sampling, name)
+            if value != getattr(plain, name):
+                if name in _EXTENSIONS and not self._extensions:
+                    raise _unsupported(name, "the server is said to know no extensions")
+                body[name] = list(value) if isinstance(value, tuple) else value
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if sampling.logit_bias:
+            body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        if self._extensions:
+            body["return_token_ids"] = True
+        for field, key in _STRUCTURE.items():
+            value = getattr(sampling, field)
+            if value is not None and self._extensions:
+                body["structured_outputs"] = {key: value}
+            elif value is not None and field == "json_schema":
+                schema = {"name": "answer", "schema": value, "strict": True}
+                body["response_format"] = {"type": "json_schema", "json_schema": schema}
+            elif value is not None:
+                raise _unsupported(field, "the server is said to know no extensions")
+        return body
+
+
+class _Answer:
+    """The stream of one request, and what it adds up to."""
+
+    def __init__(self, request_id: str, seed: int) -> None:
+        self._id = request_id
+        self._seed = seed
+        self._begin = time.perf_counter()
+        self._first: float | None = None
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._reason: FinishReason | None = None
+        self._usage: Mapping[str, Any] = {}
+        self._error: ShoalError | None = None
+
+    def take(self, line: str) -> Event | None:
+        """One line of the stream; an event when it brings something new."""
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            return None
+        document = json.loads(line.removeprefix("data: "))
+        if "error" in document:
+            self._error = RunnerError(str(document["error"].get("message", "the server failed")))
+            return None
+        self._usage = document.get("usage") or self._usage
+        for choice in document.get("choices", ()):
+            reason = choice.get("finish_reason")
+            if reason is not None:
+                self._reason = FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            tokens = tuple(choice.get("token_ids") or ())
+            if text or tokens:
+                self._first = self._first or time.perf_counter()
+                self._text.append(text)
+                self._tokens += tokens
+                return Event(self._id, tokens, text)
+        return None
+
+    def end(self, reason: FinishReason | None = None, error: ShoalError | None = None) -> Event:
+        """The last event."""
+        error = error or self._error
+        if error is None and reason is None and self._reason is None:
+            error = RunnerError("the server ended the stream without a reason")
+        if error is not None:
+            reason = FinishReason.ERROR
+        details = self._usage.get("prompt_tokens_details") or {}
+        result = Result(
+            id=self._id,
+            tokens=tuple(self._tokens),
+            text="".join(self._text),
+            finish_reason=reason or self._reason or FinishReason.STOP,
+            prompt_tokens=self._usage.get("prompt_tokens", 0),
+            ttft_s=None if self._first is None else self._first - self._begin,
+            latency_s=time.perf_counter() - self._begin,
+            seed=self._seed,
+            receipt=Receipt(cached_tokens=details.get("cached_tokens") or 0),
+            error=error,
+        )
+        return Event(self._id, result=result)
+
+
+def _unsupported(param: str, hint: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} cannot be asked of a remote server", param=param, hint=hint)
+
+
+def _error(response: httpx.Response, sampling: SamplingParams) -> ShoalError:
+    """The server's refusal as the error that the local engine would raise."""
+    try:
+        told = response.json()["error"]
+        message, param, code = str(told["message"]), told.get("param"), told.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, param, code = response.text[:500] or f"status {response.status_code}", None, None
+    status = response.status_code
+    if status == 429:
+        after = response.headers.get("retry-after", "1")
+        retry = float(after) if after.replace(".", "", 1).isdecimal() else 1.0
+        return QueueFullError(message.split(": retry in")[0], value=None, limit=None, retry_after_s=retry)
+    if code == "context_length_exceeded":
+        return PromptTooLongError(message, param="prompt")
+    if status == 404:
+        return ModelNotFoundError(message)
+    if status in (400, 413, 422):
+        named = next((f for f in _STRUCTURE if getattr(sampling, f) is not None), "structured_outputs")
+        return InvalidRequestError(message, param=named if param == "structured_outputs" else param or "request")
+    if status == 503:
+        return EngineClosedError(message)
+    return RunnerError(f"the server answered {status}: {message}")

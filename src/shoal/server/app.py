@@ -1,0 +1,235 @@
+"""The application: routes, and what becomes of errors."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from shoal import __version__
+from shoal.errors import ShoalError
+from shoal.server.chat import chat_completions
+from shoal.server.completions import completions
+from shoal.server.config import ServerConfig
+from shoal.server.errors import ApiError, bad_request, from_shoal, from_validation
+from shoal.server.gate import Gate
+from shoal.server.generation import Api
+from shoal.server.hub import ModelHub, stored_models
+from shoal.server.logs import memory_mb
+from shoal.server.metrics import Metrics
+from shoal.server.prompts import Chat, chat_tokens
+from shoal.server.responses import responses
+from shoal.server.responses_schemas import ResponsesRequest
+from shoal.server.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    for status, text in {
+        400: "A field is wrong; `param` names it",
+        401: "The API key is missing or wrong",
+        404: "No such model",
+        408: "The body came too slowly",
+        409: "A switch of models is under way",
+        413: "The body is too large",
+        429: "The queue is full; see Retry-After",
+        500: "The generation failed",
+        502: "A model could not be fetched",
+        503: "No model can serve now; see Retry-After",
+        504: "The deadline passed",
+    }.items()
+}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def create_app(hub: ModelHub, config: ServerConfig | None = None) -> FastAPI:
+    """The API over the hub's model. When the application's life ends, the hub is closed."""
+    config = config or ServerConfig()
+    metrics = Metrics(hub)
+    api = Api(hub, config, metrics)
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - the framework's face
+        yield
+        await hub.close()
+
+    app = FastAPI(title="shoal", version=__version__, lifespan=life, docs_url=None, redoc_url=None, responses=_ERRORS)
+    _generation_routes(app, api)
+    _model_routes(app, api)
+    _watch_routes(app, api)
+    _handlers(app)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    app.add_middleware(Gate, config=config, metrics=metrics)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _generation_routes(app: FastAPI, api: Api) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(http: HttpRequest, body: ChatRequest) -> Response:
+        return await chat_completions(api, http, body)
+
+    @app.post("/v1/completions")
+    async def text(http: HttpRequest, body: CompletionRequest) -> Response:
+        return await completions(api, http, body)
+
+    @app.post("/v1/responses")
+    async def respond(http: HttpRequest, body: ResponsesRequest) -> Response:
+        return await responses(api, http, body)
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise ApiError(404, "this server generates text; it has no embeddings", code="not_supported")
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        served = api.hub.acquire(body.model)
+        try:
+            tokens = await asyncio.to_thread(_tokens, served.engine.intake.codec, body)
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": served.engine.spec.context_length}
+        finally:
+            api.hub.release(served)
+
+
+def _tokens(codec: Any, body: TokenizeRequest) -> list[int]:
+    if codec is None:
+        raise bad_request("the served model has no tokenizer", "model")
+    if body.messages is not None:
+        return chat_tokens(codec, Chat(body.messages, body.tools or ()))
+    special = body.add_special_tokens is not False
+    return list(codec.encode(body.prompt, add_special=special))
+
+
+def _model_routes(app: FastAPI, api: Api) -> None:
+    hub = api.hub
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": await asyncio.to_thread(_models, hub)}
+
+    @app.post("/v1/models/load")
+    async def load(body: LoadRequest) -> dict[str, Any]:
+        served = await hub.load(body.model, body.drain_s)
+        return _model(served.name, hub)
+
+    @app.post("/v1/models/unload")
+    async def unload(body: UnloadRequest) -> dict[str, Any]:
+        served = hub.served
+        if body.model is not None and (served is None or served.name != body.model):
+            raise ApiError(404, f"the model {body.model!r} is not loaded", param="model", code="model_not_found")
+        return {"unloaded": await hub.unload(body.drain_s)}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        for known in await asyncio.to_thread(_models, hub):
+            if known["id"] == model:
+                return known
+        raise ApiError(404, f"there is no model {model!r}", param="model", code="model_not_found")
+
+
+def _models(hub: ModelHub) -> list[dict[str, Any]]:
+    """The served model first, then the rest of the store."""
+    names = [hub.served.name] if hub.served is not None else []
+    names += [stored.name for stored in stored_models() if stored.name not in names]
+    return [_model(name, hub) for name in names]
+
+
+def _model(name: str, hub: ModelHub) -> dict[str, Any]:
+    served = hub.served
+    loaded = served is not None and served.name == name
+    described = {"id": name, "object": "model", "created": 0, "owned_by": "shoal", "loaded": loaded}
+    if served is not None and loaded:
+        spec = served.engine.spec
+        described |= {"created": int(served.since), "max_model_len": spec.context_length}
+        described |= {"architecture": spec.architecture, "runner": spec.runner, "precision": spec.precision}
+    return described
+
+
+def _watch_routes(app: FastAPI, api: Api) -> None:
+    started = time.time()
+
+    @app.get("/health")
+    async def health() -> Response:
+        healthy, state = api.hub.health()
+        return JSONResponse(state, 200 if healthy else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(api.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/stats")
+    async def stats() -> dict[str, Any]:
+        healthy, state = api.hub.health()
+        served = api.hub.served
+        told: dict[str, Any] = {"healthy": healthy, **state, "uptime_s": round(time.time() - started, 3)}
+        told["memory_mb"] = memory_mb()
+        if served is not None:
+            engine = served.engine.stats()
+            told["calls"] = served.leases
+            told["engine"] = {**dataclasses.asdict(engine), "hit_rate": engine.hit_rate}
+        return told
+
+
+def _handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(http: HttpRequest, error: ApiError) -> Response:
+        http.scope["state"]["record"]["error"] = error.code
+        return error.response()
+
+    @app.exception_handler(ShoalError)
+    async def shoal_error(http: HttpRequest, error: ShoalError) -> Response:
+        return await api_error(http, from_shoal(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def validation(http: HttpRequest, error: RequestValidationError) -> Response:
+        return await api_error(http, from_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: HttpRequest, error: HTTPException) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_body")
+        told = ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+        return await api_error(http, told)
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with our errors where the framework would announce its own."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+                operation["responses"] |= {str(status): told for status, told in _ERRORS.items()}
+        document.setdefault("components", {}).setdefault("schemas", {})["Error"] = _ERROR_SCHEMA
+        for framework in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(framework, None)
+        app.openapi_schema = document
+    return app.openapi_schema

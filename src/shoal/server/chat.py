@@ -1,0 +1,219 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from shoal.server.errors import bad_request
+from shoal.server.fields import make_sampling
+from shoal.server.generation import Api, Call, choice_seeds, disconnected, output_limit, unless_gone
+from shoal.server.hub import Served
+from shoal.server.logprobs import chat_logprobs
+from shoal.server.prompts import Chat, chat_tokens, tool_style
+from shoal.server.schemas import ChatRequest
+from shoal.server.sse import DONE, KEEP_ALIVE, EventStream, event
+from shoal.server.toolcalls import Piece, ToolCallPiece
+from shoal.server.tools import ToolUse, tool_use
+from shoal.types import Event, FinishReason, Request, Result
+
+NAMES = {
+    "prompt": "messages",
+    "prompt_tokens": "messages",
+    "json_schema": "response_format",
+    "regex": "structured_outputs",
+    "grammar": "structured_outputs",
+    "logprobs": "top_logprobs",
+    "deadline_s": "timeout",
+}
+
+
+async def chat_completions(api: Api, http: HttpRequest, body: ChatRequest) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    count = body.n or 1
+    api.check_count(count, "n")
+    structured = body.response_format is not None and body.response_format.type != "text"
+    names = dict(NAMES)
+    if use.active or structured:
+        names["grammar"] = "response_format" if structured else "tools"
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    call = await api.open(http, body, lambda served: _requests(api, served, body, use), names)
+    answers = [Answer(call, use, index) for index in range(count)]
+    if body.stream:
+        pieces = _stream(api, call, body, answers)
+        return EventStream(pieces, call, api.config.write_timeout_s)
+    try:
+        await unless_gone(disconnected(http.receive), _run(call, answers))
+        return JSONResponse(_whole(call, body, answers))
+    finally:
+        call.close()
+
+
+def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequence[Request]:
+    codec = served.engine.intake.codec
+    if codec is None:
+        raise bad_request("the served model has no tokenizer", "messages")
+    tokens = chat_tokens(codec, Chat(body.messages, use.shown, body.chat_template_kwargs))
+    arguments = body.sampling()
+    schema = body.response_format.schema_of() if body.response_format is not None else None
+    held = use.grammar(tool_style(codec), schema)
+    if held and body.structured_outputs is not None:
+        raise bad_request("structured_outputs contradicts response_format or tools", "structured_outputs")
+    arguments.update(held)
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    arguments["max_tokens"] = output_limit(served, len(tokens), wanted)
+    if body.logprobs:
+        arguments["logprobs"] = body.top_logprobs or 0
+    seeds = choice_seeds(arguments.pop("seed", None), body.n or 1)
+    return [api.request(body, tokens, make_sampling({**arguments, "seed": seed})) for seed in seeds]
+
+
+class Answer:
+    """One choice as it grows: text, tool calls, log-probabilities, and why it ended."""
+
+    def __init__(self, call: Call, use: ToolUse, index: int) -> None:
+        self.index = index
+        self.content = ""
+        self.calls: list[ToolCallPiece] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.tokens: list[int] = []
+        self._call = call
+        self._parser = use.parser() if use.active else None
+
+    def take(self, happened: Event) -> list[Piece]:
+        """Take an event in; gives what is new in the answer."""
+        codec = self._call.served.engine.intake.codec
+        assert codec is not None
+        self.tokens += happened.tokens
+        self.logprobs += chat_logprobs(happened.logprobs, codec)
+        parser = self._parser
+        if parser is None:
+            pieces: list[Piece] = [happened.text] if happened.text else []
+        else:
+            pieces = parser.push(happened.text)
+            if happened.result is not None:
+                pieces += parser.finish()
+            elif parser.full:
+                self._call.cut(self.index)
+        for piece in pieces:
+            if isinstance(piece, str):
+                self.content += piece
+            else:
+                self.calls.append(piece)
+        return pieces
+
+    def finish_reason(self, result: Result) -> str:
+        """`tool_calls` whenever there is a whole one, else why the generation ended."""
+        if self.calls:
+            return "tool_calls"
+        return "length" if result.finish_reason is FinishReason.LENGTH else "stop"
+
+    def message(self) -> dict[str, Any]:
+        """The whole message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [call_object(call) for call in self.calls]
+        return message
+
+
+def call_object(call: ToolCallPiece) -> dict[str, Any]:
+    """A tool call as the API writes it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+async def _run(call: Call, answers: Sequence[Answer]) -> None:
+    await call.finish(lambda index, happened: answers[index].take(happened))
+
+
+def _head(call: Call, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": call.served.name,
+        "service_tier": "default",
+        "system_fingerprint": None,
+    }
+
+
+def _whole(call: Call, body: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+    call.check_complete()
+    choices = []
+    for answer in answers:
+        choice: dict[str, Any] = {
+            "index": answer.index,
+            "message": answer.message(),
+            "logprobs": {"content": answer.logprobs, "refusal": None} if body.logprobs else None,
+            "finish_reason": answer.finish_reason(call.results[answer.index]),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = answer.tokens
+        choices.append(choice)
+    return {**_head(call, "chat.completion"), "choices": choices, "usage": call.usage(per_prompt=len(answers))}
+
+
+async def _stream(api: Api, call: Call, body: ChatRequest, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+    head = _head(call, "chat.completion.chunk")
+    usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    if usage:
+        head["usage"] = None
+    begun: set[int] = set()
+    async for wave in call.waves(api.config.keepalive_s):
+        written = [KEEP_ALIVE] if not wave else []
+        for index, happened in wave:
+            for choice in _choices(call, body, answers[index], happened, first=index not in begun):
+                begun.add(index)
+                written.append(event({**head, "choices": [choice]}))
+        if written:
+            yield b"".join(written)
+    if usage:
+        yield event({**head, "choices": [], "usage": call.usage(per_prompt=len(answers))})
+    yield DONE
+
+
+def _choices(call: Call, body: ChatRequest, answer: Answer, happened: Event, *, first: bool) -> list[dict[str, Any]]:
+    """The chunks that one event makes: the role first, then what is new, at the end the reason."""
+    known = len(answer.calls)
+    pieces = answer.take(happened)
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}] if first else []
+    for piece in pieces:
+        if isinstance(piece, str):
+            deltas.append({"content": piece})
+        else:
+            deltas += _call_deltas(piece, known)
+            known += 1
+    choices = [_choice(answer.index, delta) for delta in deltas]
+    if body.logprobs and happened.logprobs:
+        codec = call.served.engine.intake.codec
+        assert codec is not None
+        if len(choices) <= first:
+            choices.append(_choice(answer.index, {"content": ""}))
+        choices[-1]["logprobs"] = {"content": chat_logprobs(happened.logprobs, codec), "refusal": None}
+    if body.return_token_ids and happened.tokens:
+        if len(choices) <= first:
+            choices.append(_choice(answer.index, {"content": ""}))
+        choices[-1]["token_ids"] = list(happened.tokens)
+    if happened.result is not None:
+        choices.append({**_choice(answer.index, {}), "finish_reason": answer.finish_reason(happened.result)})
+    return choices
+
+
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _call_deltas(piece: ToolCallPiece, number: int) -> list[dict[str, Any]]:
+    """Name and id first, then the arguments; `index` on both."""
+    begin = {**call_object(piece), "index": number}
+    begin["function"] = {"name": piece.name, "arguments": ""}
+    more = {"index": number, "function": {"arguments": piece.arguments}}
+    return [{"tool_calls": [begin]}, {"tool_calls": [more]}]

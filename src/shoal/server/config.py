@@ -1,0 +1,47 @@
+"""Settings of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the server treats its clients. Checked when built; raises `ConfigError`.
+
+    api_key: what clients must present as a bearer token (None: nobody has to). max_body_bytes and max_depth bound a
+    request's JSON. body_timeout_s: how long a client may take to send it; write_timeout_s: how long it may leave a
+    piece of an answer unread before it counts as gone. keepalive_s: a comment goes out on a silent stream that often.
+    request_timeout_s: deadline of requests that bring none. max_choices: most answers of one call. drain_s: how long
+    requests in flight may go on when the server stops. cors_origins: browsers' origins that may call (none).
+    log_prompts: put prompts into the log.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    max_body_bytes: int = 8 * 2**20
+    max_depth: int = 100
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
+    keepalive_s: float = 10.0
+    request_timeout_s: float | None = None
+    max_choices: int = 64
+    drain_s: float = 20.0
+    cors_origins: tuple[str, ...] = ()
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("the API key is empty", hint="give one, or none at all")
+        for name in ("max_body_bytes", "max_depth", "max_choices"):
+            self._check(name, getattr(self, name) >= 1, "1 or more")
+        for name in ("body_timeout_s", "write_timeout_s", "keepalive_s"):
+            self._check(name, getattr(self, name) > 0, "above 0 seconds")
+        self._check("drain_s", self.drain_s >= 0, "0 or more seconds")
+        self._check("request_timeout_s", self.request_timeout_s is None or self.request_timeout_s > 0, "above 0")
+
+    def _check(self, name: str, ok: bool, limit: str) -> None:
+        if not ok:
+            value = getattr(self, name)
+            raise ConfigError(f"{name} is {value!r}", value=value, limit=limit, hint=f"it must be {limit}")

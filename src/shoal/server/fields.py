@@ -1,0 +1,141 @@
+"""Request fields that the endpoints share. What is not declared here is refused by name; so is a wrong type."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from shoal.types import Namespace, Priority, SamplingParams
+
+MAX_STOPS = 16
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Strict(BaseModel):
+    """Types are not coerced and unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, serialize_by_alias=True)
+
+
+def contradiction(param: str, message: str) -> PydanticCustomError:
+    """For a validator of a whole body: names the field among the others."""
+    return PydanticCustomError("contradiction", "{param} {told}", {"param": param, "told": message})
+
+
+class StreamOptions(Strict):
+    """What a stream brings beside the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field for outputs that must follow a grammar: one of the three."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, protected_namespaces=())
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class Common(Strict):
+    """Fields of every endpoint that generates."""
+
+    model: str | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    # Ours, and those that vLLM added to the API:
+    priority: Literal["high", "normal", "low"] | None = None
+    timeout: Annotated[Finite, Field(gt=0, le=86_400)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=0.01, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+
+    def priority_class(self) -> Priority:
+        """`priority` where given, else what `service_tier` means."""
+        if self.priority is not None:
+            return Priority(self.priority)
+        tiers = {"flex": Priority.LOW, "priority": Priority.HIGH, "scale": Priority.HIGH, "fast": Priority.HIGH}
+        return tiers.get(self.service_tier or "auto", Priority.NORMAL)
+
+    def namespace(self) -> Namespace:
+        """Prefixes are shared only among calls with one `prompt_cache_key`."""
+        return Namespace(task=self.prompt_cache_key or "")
+
+    def agent(self) -> tuple[str | None, str | None]:
+        """Task and agent for the log: from the metadata, or the fields nearest to it."""
+        told = self.metadata or {}
+        return told.get("task_id", self.prompt_cache_key), told.get("agent_id", self.user)
+
+    def sampling(self) -> dict[str, Any]:
+        """Arguments for `SamplingParams`. Temperature is 1 unless given, as the API documents."""
+        seed = None if self.seed is None else self.seed & (2**63 - 1)
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": None if seed == 2**63 - 1 else seed,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Sampled(Common):
+    """Fields of chat and text completions."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    stream_options: StreamOptions | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Arguments for `SamplingParams`, without limits on length."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        structure = self.structured_outputs
+        given = {
+            "stop": tuple(s for s in stop if s) if stop else None,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": {_token_id(t): bias for t, bias in self.logit_bias.items()} if self.logit_bias else None,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
+            "json_schema": structure.json_ if structure else None,
+            "regex": structure.regex if structure else None,
+            "grammar": structure.grammar if structure else None,
+        }
+        return super().sampling() | {name: value for name, value in given.items() if value is not None}
+
+
+def _token_id(key: str) -> int:
+    from shoal.server.errors import bad_request
+
+    if not (key.isascii() and key.isdecimal() and len(key) < 12):
+        raise bad_request(f"logit_bias has the key {key[:40]!r}, which is not a token id", "logit_bias")
+    return int(key)
+
+
+def make_sampling(arguments: dict[str, Any]) -> SamplingParams:
+    """Checked parameters; raises `InvalidRequestError`."""
+    return SamplingParams(**arguments)

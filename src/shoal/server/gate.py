@@ -1,0 +1,192 @@
+"""What every call passes first: request ids, the API key, limits on the body, the log.
+
+Plain ASGI, so that a streamed answer passes through without being touched, and the disconnect of a client is seen by
+whoever awaits `receive`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.server.config import ServerConfig
+from shoal.server.errors import ApiError, bad_request
+from shoal.server.logs import log_call, logger
+from shoal.server.metrics import Metrics
+
+OPEN_PATHS = frozenset({"/health"})  # for probes, which have no key
+_SAFE_ID = re.compile(r"[\w.:-]{1,128}")
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NOT_BRACKETS = bytes(b for b in range(256) if b not in b"[]{}")
+
+
+class Gate:
+    """Middleware around the whole application. Keeps nothing between calls but counters."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+        self._app = app
+        self._config = config
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = _Call(scope, send)
+        try:
+            self._check_key(scope)
+            if scope["method"] == "POST":
+                receive = _replay(await self._body(scope, receive), receive)
+            await self._app(scope, receive, call.send)
+        except ApiError as error:
+            await self._refuse(error, scope, receive, call)
+        except Exception:  # noqa: BLE001 - the last boundary: a client gets an answer, whatever a handler raised
+            logger.exception("unexpected", extra={"fields": {"request_id": call.request_id}})
+            await self._refuse(ApiError(500, "the server failed", code="internal_error"), scope, receive, call)
+        finally:
+            call.done(self._metrics)
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, call: _Call) -> None:
+        if call.status is None:
+            error.headers.setdefault("Connection", "close")  # the rest of the body was not read
+            await error.response()(scope, receive, call.send)
+
+    def _check_key(self, scope: Scope) -> None:
+        key = self._config.api_key
+        if key is None or scope["path"] in OPEN_PATHS:
+            return
+        given = _header(scope, b"authorization")
+        scheme, _, token = given.partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(_digest(token.strip()), _digest(key.encode())):
+            raise ApiError(
+                401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body, or an ApiError for one that is too large, too slow or too deep."""
+        limit = self._config.max_body_bytes
+        length = _header(scope, b"content-length")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                body = await _read(receive, limit)
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", code="body_timeout") from None
+        if too_deep(body, self._config.max_depth):
+            raise bad_request(f"the JSON is nested deeper than {self._config.max_depth}", None, "nesting_too_deep")
+        if _half_pairs(body):
+            raise bad_request("the JSON has half of a surrogate pair, which is no character", None, "invalid_unicode")
+        return body
+
+
+class _Call:
+    """One call as the log and the metrics see it: id, status, time, and what the handler noted in `record`."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        given = _header(scope, b"x-request-id").decode("latin-1")
+        self.request_id = given if _SAFE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        self.status: int | None = None
+        self.record: dict[str, Any] = {"request_id": self.request_id}
+        self._scope = scope
+        self._send = send
+        self._begin = time.perf_counter()
+        scope.setdefault("state", {})["record"] = self.record
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    def done(self, metrics: Metrics) -> None:
+        elapsed = time.perf_counter() - self._begin
+        route = self._scope.get("route")
+        path = getattr(route, "path", "unknown")  # never the raw path: metrics would grow with it
+        status = self.status or 499  # nothing was sent: the client went away first
+        metrics.count_call(path, status, elapsed)
+        level = logging.DEBUG if path in ("/health", "/metrics") else logging.INFO
+        if logger.isEnabledFor(level):
+            told = {"method": self._scope["method"], "path": path, "status": status}
+            log_call({**self.record, **told, "latency_ms": round(elapsed * 1e3, 2)})
+
+
+def _half_pairs(body: bytes) -> bool:
+    """True when escapes in the JSON make strings that UTF-8 cannot write; no later step could cope with them."""
+    if _SURROGATE.search(body) is None:
+        return False
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):  # not JSON: the parser will say so
+        return False
+    return False
+
+
+def _digest(key: bytes) -> bytes:
+    """Digests have one length, so that the time of comparing them tells nothing of the key's."""
+    return hashlib.sha256(key).digest()
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return b""
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    pieces, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client went away", code="disconnected")
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body once and then what the real one has: the disconnect."""
+    pending = True
+
+    async def replay() -> Message:
+        nonlocal pending
+        if pending:
+            pending = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replay
+
+
+def too_deep(body: bytes, limit: int) -> bool:
+    """True when brackets outside strings are nested deeper than `limit`."""
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return False
+    depth = 0
+    for byte in _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS):
+        depth += 1 if byte in b"[{" else -1
+        if depth > limit:
+            return True
+    return False

@@ -1,0 +1,53 @@
+"""One JSON line per call on standard error. Prompts and keys are never in it unless prompts are asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from typing import Any
+
+import psutil  # type: ignore[import-untyped, unused-ignore]
+
+logger = logging.getLogger("shoal.server")
+_process = psutil.Process(os.getpid())
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON: time, level, and the fields of `extra={"fields": ...}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        document = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **fields,
+        }
+        if record.exc_info:
+            document["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(document, default=str, ensure_ascii=False)
+
+
+def memory_mb() -> float:
+    """What this process holds."""
+    return round(float(_process.memory_info().rss) / 1e6, 1)
+
+
+def log_call(fields: dict[str, Any]) -> None:
+    """Note one call that has ended."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("call", extra={"fields": {**fields, "memory_mb": memory_mb()}})
+
+
+def configure(level: int = logging.INFO) -> None:
+    """Send the server's log, and uvicorn's, to standard error as JSON lines."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    for name in ("shoal", "uvicorn"):
+        log = logging.getLogger(name)
+        log.handlers[:] = [handler]
+        log.propagate = False
+        log.setLevel(level)

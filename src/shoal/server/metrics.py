@@ -1,0 +1,88 @@
+"""Counters and gauges for Prometheus. One registry per application: two servers in a process do not mix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shoal.server.logs import memory_mb
+from shoal.types import FinishReason, Result
+
+if TYPE_CHECKING:
+    from shoal.server.hub import ModelHub
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """What the server has done, and what its engine holds now."""
+
+    def __init__(self, hub: ModelHub) -> None:
+        self.registry = CollectorRegistry()
+        self._calls = Counter(
+            "shoal_http_requests", "Calls by route and status.", ["path", "status"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "shoal_http_request_seconds", "Time of a call.", ["path"], buckets=_SECONDS, registry=self.registry
+        )
+        self._ended = Counter("shoal_generations", "Generations by how they ended.", ["reason"], registry=self.registry)
+        self._prompt = Counter("shoal_prompt_tokens", "Prompt tokens of generations.", registry=self.registry)
+        self._cached = Counter(
+            "shoal_cached_tokens", "Prompt tokens taken from the prefix tree.", registry=self.registry
+        )
+        self._output = Counter("shoal_output_tokens", "Tokens written.", registry=self.registry)
+        self._ttft = Histogram(
+            "shoal_time_to_first_token_seconds", "From submission.", buckets=_SECONDS, registry=self.registry
+        )
+        self._latency = Histogram(
+            "shoal_generation_seconds", "From submission to the end.", buckets=_SECONDS, registry=self.registry
+        )
+        self.registry.register(_EngineGauges(hub))
+
+    def count_call(self, path: str, status: int, seconds: float) -> None:
+        """Note a call that has ended."""
+        self._calls.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def count_generation(self, result: Result) -> None:
+        """Note a generation that has ended."""
+        self._ended.labels(str(result.finish_reason)).inc()
+        self._prompt.inc(result.prompt_tokens)
+        self._cached.inc(result.cached_tokens)
+        self._output.inc(len(result.tokens))
+        self._latency.observe(result.latency_s)
+        if result.ttft_s is not None:
+            self._ttft.observe(result.ttft_s)
+
+    def count_aborted(self, count: int) -> None:
+        """Note generations that were ended because their client went away."""
+        self._ended.labels(str(FinishReason.ABORTED)).inc(count)
+
+    def page(self) -> bytes:
+        """What a scraper reads."""
+        return generate_latest(self.registry)
+
+
+class _EngineGauges(Collector):
+    """The engine's own numbers, read when a scraper asks."""
+
+    def __init__(self, hub: ModelHub) -> None:
+        self._hub = hub
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges of now, counters since the model was loaded."""
+        healthy, _ = self._hub.health()
+        yield GaugeMetricFamily("shoal_up", "1 when requests can be served.", value=float(healthy))
+        yield GaugeMetricFamily("shoal_process_memory_bytes", "Resident memory.", value=memory_mb() * 1e6)
+        served = self._hub.served
+        if served is None:
+            return
+        stats = served.engine.stats()
+        for name in ("waiting", "running", "kv_bytes", "kv_held_bytes", "kv_cached_bytes", "weight_bytes"):
+            yield GaugeMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))
+        for name in ("steps", "preemptions", "evictions"):
+            yield CounterMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))

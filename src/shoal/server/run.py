@@ -1,0 +1,108 @@
+"""Running the application under uvicorn: the port printed, a stop that lets requests finish, exit status 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from shoal.errors import ConfigError
+from shoal.server.app import create_app
+from shoal.server.config import ServerConfig
+from shoal.server.hub import ModelHub
+
+_AFTER_DRAIN_S = 3.0  # for the last bytes, once every request has been ended
+
+
+class Server(uvicorn.Server):
+    """uvicorn that stops in our order: no new requests, those in flight finish or are ended at the deadline, exit.
+
+    A second signal does not wait.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listening: socket.socket,
+        hub: ModelHub,
+        drain_s: float,
+        ready: Callable[[int], None],
+    ) -> None:
+        super().__init__(config)
+        self._listening = listening
+        self._hub = hub
+        self._drain_s = drain_s
+        self._ready = ready
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on the socket it was made with."""
+        await super().serve(sockets or [self._listening])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say on which port."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready(self.servers[0].sockets[0].getsockname()[1])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the hub beside the connections: requests that it ends get their last words out."""
+        closing = asyncio.ensure_future(self._hub.close(0.0 if self.force_exit else self._drain_s))
+        await super().shutdown(sockets)
+        if self.force_exit:  # a second signal
+            self._hub.hurry()
+        await closing
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does, but a stop that was asked for is not a failure: the signal is not raised again."""
+        before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not on the main thread: somebody else stops us
+                before[number] = signal.signal(number, self.handle_exit)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(hub: ModelHub, config: ServerConfig, host: str, port: int, ready: Callable[[int], None] | None = None) -> None:
+    """Serve until a signal comes. ConfigError when the address cannot be had."""
+    make_server(hub, config, bind(host, port), ready).run()
+
+
+def make_server(
+    hub: ModelHub, config: ServerConfig, listening: socket.socket, ready: Callable[[int], None] | None = None
+) -> Server:
+    """A server on a socket that is bound; `ready` hears of its port when it takes calls."""
+    settings = uvicorn.Config(
+        create_app(hub, config),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",  # the hub is closed in `shutdown`, in our order
+        timeout_graceful_shutdown=int(config.drain_s + _AFTER_DRAIN_S) + 1,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    return Server(settings, listening, hub, config.drain_s, ready or (lambda port: None))  # noqa: ARG005
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, proto)
+        if sys.platform != "win32":
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}", value=f"{host}:{port}", hint="choose another --port or --host"
+        ) from error
+    return listening

@@ -1,0 +1,335 @@
+"""Endpoints and fields, on the toy model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.runners.fake import FakeRunner
+from shoal.types import StepPlan
+from tests.server.live import LETTERS, Live, chat_body, error_of, toy
+
+
+def test_a_chat_is_answered_in_the_documented_shape(live: Live) -> None:
+    answer = live.chat()
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "toy"
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["role"] == "assistant"
+    assert len(choice["message"]["content"]) == 8
+    assert body["usage"]["completion_tokens"] == 8
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 8
+
+
+def test_the_same_prompt_again_is_reported_as_cached(live: Live) -> None:
+    text = "a prompt that is longer than one block of the cache by a few letters"
+    first = live.chat(text).json()["usage"]
+    second = live.chat(text).json()["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] <= 1  # the turn mark that every chat begins with
+    assert second["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - 1
+
+
+def test_a_cache_key_keeps_prefixes_apart(live: Live) -> None:
+    text = "another prompt that is longer than one block of the cache by a few letters"
+    assert live.chat(text, prompt_cache_key="a").json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert live.chat(text, prompt_cache_key="b").json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert live.chat(text, prompt_cache_key="a").json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_roles_and_content_as_parts(live: Live, role: str) -> None:
+    messages = [{"role": role, "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    assert live.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).status_code == 200
+
+
+def test_a_conversation_with_tools_and_null_content(live: Live) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+    ]
+    assert live.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).status_code == 200
+
+
+def test_several_choices_have_seeds_of_their_own_and_the_first_is_the_callers(live: Live) -> None:
+    one = live.chat(temperature=1, seed=7).json()["choices"]
+    three = live.chat(temperature=1, seed=7, n=3).json()["choices"]
+    assert [c["index"] for c in three] == [0, 1, 2]
+    assert three[0]["message"]["content"] == one[0]["message"]["content"]
+    assert len({c["message"]["content"] for c in three}) == 3
+
+
+def test_stop_strings_end_the_answer(live: Live) -> None:
+    text = live.chat().json()["choices"][0]["message"]["content"]
+    for stop in (text[3:5], [text[3:5], "never"]):
+        [choice] = live.chat(stop=stop).json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == text[: text.index(text[3:5])]
+
+
+def test_logprobs_tell_of_every_token(live: Live) -> None:
+    [choice] = live.chat(logprobs=True, top_logprobs=2).json()["choices"]
+    entries = choice["logprobs"]["content"]
+    assert "".join(e["token"] for e in entries) == choice["message"]["content"]
+    assert all(len(e["top_logprobs"]) == 2 and e["logprob"] <= 0 and e["bytes"] for e in entries)
+    assert live.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_logit_bias_and_penalties_are_obeyed(live: Live) -> None:
+    only = {str(ord("x")): 100}
+    assert live.chat(logit_bias=only).json()["choices"][0]["message"]["content"] == "xxxxxxxx"
+    text = live.chat(presence_penalty=2, frequency_penalty=2, max_tokens=20).json()["choices"][0]["message"]["content"]
+    assert len(set(text)) == 20
+
+
+def test_max_completion_tokens_comes_before_max_tokens(live: Live) -> None:
+    body = live.chat(max_tokens=8, max_completion_tokens=3).json()
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_harmless_fields_are_accepted(live: Live) -> None:
+    fields: Any = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "priority": "high"}
+    more: Any = {"timeout": 30, "parallel_tool_calls": True, "modalities": ["text"], "safety_identifier": "s"}
+    assert live.chat(**fields, **more, stream_options=None, response_format={"type": "text"}).status_code == 200
+
+
+def test_completions_take_texts_and_tokens_and_echo(live: Live) -> None:
+    fields = {"max_tokens": 4, "temperature": 0, "logit_bias": LETTERS}
+    body = live.post("/v1/completions", {"prompt": ["ab", "cd"], "n": 2, **fields}).json()
+    texts = [choice["text"] for choice in body["choices"]]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    assert body["usage"]["prompt_tokens"] == 4
+    assert live.post("/v1/completions", {"prompt": [97, 98], **fields}).json()["choices"][0]["text"] == texts[0]
+    echoed = live.post("/v1/completions", {"prompt": [[97, 98]], "echo": True, **fields}).json()
+    assert echoed["choices"][0]["text"] == "ab" + texts[0]
+    probs = live.post("/v1/completions", {"prompt": "ab", "logprobs": 3, **fields}).json()["choices"][0]["logprobs"]
+    assert probs["tokens"] == list(texts[0])
+    assert probs["text_offset"] == [0, 1, 2, 3]
+    assert all(len(top) == 3 for top in probs["top_logprobs"])
+
+
+def test_token_ids_come_when_asked_for(live: Live) -> None:
+    [choice] = live.chat(return_token_ids=True).json()["choices"]
+    assert bytes(choice["token_ids"]).decode() == choice["message"]["content"]
+
+
+def test_models_health_stats_metrics_tokenize(live: Live) -> None:
+    [model, *_] = live.http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["loaded"]) == ("toy", "model", True)
+    assert live.http.get("/v1/models/toy").json()["id"] == "toy"
+    assert live.http.get("/health").json()["status"] == "ok"
+    assert live.http.get("/v1/stats").json()["engine"]["running"] == 0
+    page = live.http.get("/metrics").text
+    assert "shoal_up 1.0" in page
+    assert 'shoal_http_requests_total{path="/v1/chat/completions"' in page
+    assert live.post("/tokenize", {"prompt": "ab"}).json()["tokens"] == [97, 98]
+    chat = live.post("/tokenize", {"messages": [{"role": "user", "content": "ab"}]}).json()
+    assert chat["tokens"] == [257, 97, 98, 258]
+
+
+def test_request_ids_are_returned(live: Live) -> None:
+    assert live.http.get("/health", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert live.http.get("/health", headers={"X-Request-Id": "a b"}).headers["x-request-id"].startswith("req_")
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------
+
+_MESSAGE = {"role": "user", "content": "hi"}
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 100}, "n"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"seed": 1.5}, "seed"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 1000}}, "logit_bias"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"tools": [{"type": "browser"}]}, "tools.0"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"service_tier": "gold"}, "service_tier"),
+    ({"priority": "urgent"}, "priority"),
+    ({"timeout": 0}, "timeout"),
+    ({"audio": {}}, "audio"),
+    ({"functions": []}, "functions"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"no_such_field": 1}, "no_such_field"),
+    ({"stream_options": {"x": 1}}, "stream_options.x"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=lambda value: json.dumps(value)[:40])
+def test_a_field_that_cannot_be_honoured_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
+    answer = live.post("/v1/chat/completions", {"messages": [_MESSAGE], **fields})
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").startswith(param), error
+
+
+BAD_BODIES: list[tuple[bytes, int, str]] = [
+    (b"", 400, "invalid_body"),
+    (b"{", 400, "invalid_json"),
+    (b"[]", 400, "invalid_body"),
+    (b'"x"', 400, "invalid_body"),
+    (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', 400, ""),
+    (b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}', 400, "invalid_value"),
+    (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "nesting_too_deep"),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_unicode"),
+    (b'{"x": "' + b"a" * (9 * 2**20) + b'"}', 413, "body_too_large"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "code"), BAD_BODIES, ids=lambda value: repr(value)[:30])
+def test_a_body_that_cannot_be_read_is_refused(live: Live, body: bytes, status: int, code: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        answer = live.http.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == status
+        assert error_of(answer)["code"].startswith(code)
+
+
+def test_brackets_in_strings_are_not_nesting(live: Live) -> None:
+    assert live.chat("[{" * 300).status_code == 200
+
+
+def test_a_megabyte_of_one_character_is_too_long(live: Live) -> None:
+    answer = live.chat("a" * 2**20)
+    assert answer.status_code == 400
+    assert error_of(answer)["code"] == "context_length_exceeded"
+    assert error_of(answer)["param"] == "messages"
+
+
+def test_unknown_models_routes_and_methods(live: Live) -> None:
+    answer = live.chat(model="gpt-9")
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "model_not_found"
+    assert error_of(live.http.get("/v1/models/gpt-9"))["code"] == "model_not_found"
+    assert error_of(live.http.get("/nowhere"))["code"] == "not_found"
+    assert live.http.get("/v1/chat/completions").status_code == 405
+    embeddings = live.post("/v1/embeddings", {"input": "x"})
+    assert embeddings.status_code == 404
+    assert "embeddings" in error_of(embeddings)["message"]
+
+
+BAD_STRUCTURE: list[dict[str, Any]] = [
+    {"not": {}},
+    {"type": "integer", "minimum": 3, "maximum": 1},
+    {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}},
+    {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(10_000)}},
+    {"type": "string", "pattern": "(?=x)y"},
+    {"$ref": "#/$defs/none"},
+]
+
+
+@pytest.mark.parametrize("schema", BAD_STRUCTURE, ids=lambda value: json.dumps(value)[:40])
+def test_a_schema_that_cannot_be_honoured_is_refused(live: Live, schema: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = live.post("/v1/chat/completions", {"messages": [_MESSAGE], "response_format": form})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "response_format"
+
+
+def test_catastrophic_expressions_do_no_harm(live: Live) -> None:
+    for regex in ("(a+)+b", "(a|a)*c", "((a{1,100}){1,100}){1,100}"):
+        fields: Any = {"structured_outputs": {"regex": regex}, "max_tokens": 20, "logit_bias": None}
+        assert live.chat(**fields).status_code == 200
+    answer = live.chat(structured_outputs={"regex": "(" * 50})
+    assert error_of(answer)["param"] == "structured_outputs"
+
+
+# -- the states of a server --------------------------------------------------------------------------------------
+
+
+def test_the_key_is_asked_for_and_health_is_open() -> None:
+    with Live(toy(), api_key="secret") as live:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            answer = live.post("/v1/chat/completions", chat_body(), headers=headers)
+            assert answer.status_code == 401
+            assert error_of(answer)["code"] == "invalid_api_key"
+        assert live.post("/v1/chat/completions", chat_body(), headers={"Authorization": "Bearer secret"}).is_success
+        assert live.http.get("/health").is_success
+        assert live.http.get("/v1/models").status_code == 401
+
+
+def test_no_cors_unless_asked() -> None:
+    origin = {"Origin": "http://here.test"}
+    with Live(toy()) as live:
+        assert "access-control-allow-origin" not in live.http.get("/health", headers=origin).headers
+    with Live(toy(), cors_origins=("http://here.test",)) as live:
+        assert live.http.get("/health", headers=origin).headers["access-control-allow-origin"] == "http://here.test"
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    with Live(toy(step_s=0.05, max_batch=1, max_queue=1)) as live, httpx.Client(base_url=live.url, timeout=60) as other:
+        with other.stream("POST", "/v1/chat/completions", json=chat_body(n=2, max_tokens=200, stream=True)) as held:
+            next(held.iter_lines())
+            answer = live.chat()
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert error_of(answer)["type"] == "rate_limit_error"
+        live.wait_idle()
+
+
+def test_a_deadline_that_passes_is_504() -> None:
+    with Live(toy(step_s=0.02)) as live:
+        answer = live.chat(max_tokens=500, timeout=0.2)
+        assert answer.status_code == 504
+        assert error_of(answer)["param"] == "timeout"
+        streamed = live.chat(max_tokens=500, timeout=0.2, stream=True)
+        last = [line for line in streamed.text.splitlines() if line.startswith("data:")][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+
+def test_a_failed_pass_is_500_and_a_dead_engine_503() -> None:
+    failing = False
+
+    def fault(plan: StepPlan) -> None:
+        if failing:
+            raise OSError("the device is gone")
+
+    with Live(toy(runner=FakeRunner(fault=fault))) as live:
+        assert live.chat().status_code == 200
+        failing = True
+        for _ in range(3):
+            answer = live.chat()
+            assert answer.status_code == 500
+            assert "the device is gone" in error_of(answer)["message"]
+        assert live.http.get("/health").status_code == 503
+        answer = live.chat()
+        assert answer.status_code == 503
+        assert "retry-after" in answer.headers
+        failing = False
+        assert live.post("/v1/models/load", {"model": "toy"}).status_code == 200
+        assert live.chat().status_code == 200
+
+
+def test_one_bad_request_harms_nobody(live: Live) -> None:
+    good = live.chat("the neighbour").json()["choices"][0]["message"]["content"]
+    for fields, _ in BAD_FIELDS[:12]:
+        live.post("/v1/chat/completions", {"messages": [_MESSAGE], **fields})
+    assert live.chat("the neighbour").json()["choices"][0]["message"]["content"] == good
+    live.wait_idle()

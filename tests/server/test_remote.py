@@ -1,0 +1,170 @@
+"""`RemoteEngine` against our own server: what the local engine gives, from afar."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from shoal.aio import AsyncEngine
+from shoal.errors import (
+    BackendError,
+    EngineClosedError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    QueueFullError,
+    RunnerError,
+)
+from shoal.remote import RemoteEngine
+from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
+from tests.server.live import Live, toy
+from tests.server.test_stream import wait_for
+
+
+def remote(live: Live, work: Callable[[RemoteEngine], Coroutine[Any, Any, Any]], **options: Any) -> Any:
+    async def run() -> Any:
+        async with RemoteEngine(f"{live.url}/v1", **options) as engine:
+            return await work(engine)
+
+    return asyncio.run(run())
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "seed": 4},
+    {"temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+    {"presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {97: 5.0}},
+    {"stop": ("a", "e"), "min_tokens": 3},
+    {"ignore_eos": True, "stop_token_ids": (7,)},
+    {"json_schema": {"type": "string", "maxLength": 9}, "temperature": 1.0, "seed": 2},
+    {"regex": "[a-z]{6}", "temperature": 1.0, "seed": 2},
+    {"grammar": 'start: "x"+', "max_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda value: "-".join(value) or "plain")
+def test_the_same_call_gives_the_same_here_and_there(live: Live, sampling: dict[str, Any]) -> None:
+    params = SamplingParams(**{"max_tokens": 24, **sampling})
+    kinds: list[Any] = [
+        {"prompt": "abc"},
+        {"prompt_tokens": [97, 98]},
+        {"messages": [{"role": "user", "content": "x"}]},
+    ]
+    requests = [Request(**kind, sampling=params) for kind in kinds]
+
+    async def work(engine: AsyncEngine | RemoteEngine) -> list[Any]:
+        results = await asyncio.gather(*(engine.complete(request) for request in requests))
+        return [(r.text, r.tokens, r.finish_reason, r.prompt_tokens, r.error) for r in results]
+
+    async def here() -> list[Any]:
+        async with AsyncEngine(toy()) as engine:
+            return await work(engine)
+
+    assert remote(live, work) == asyncio.run(here())
+
+
+def test_events_stream_and_end_with_the_result(live: Live) -> None:
+    async def work(engine: RemoteEngine) -> list[Event]:
+        fields: Any = {"priority": Priority.HIGH, "namespace": Namespace("t", "a", 2), "group": "g", "deadline_s": 20}
+        request = Request(prompt="abc", id="mine", sampling=SamplingParams(max_tokens=10), **fields)
+        return [event async for event in engine.generate(request)]
+
+    events = remote(live, work)
+    assert all(event.request_id == "mine" for event in events)
+    assert [event.finished for event in events] == [False] * (len(events) - 1) + [True]
+    result = events[-1].result
+    assert "".join(event.text for event in events) == result.text
+    assert result.ttft_s <= result.latency_s
+    assert result.prompt_tokens == 3
+
+
+def test_leaving_early_stops_the_server() -> None:
+    with Live(toy(step_s=0.01)) as live:
+
+        async def work(engine: RemoteEngine) -> None:
+            stream: Any = engine.generate(
+                Request(prompt="abc", sampling=SamplingParams(max_tokens=2000, ignore_eos=True))
+            )
+            await anext(stream)
+            await stream.aclose()
+
+        remote(live, work)
+        assert wait_for(lambda: live.idle) < 1
+        live.wait_idle()
+
+
+def test_refusals_are_the_local_engines_errors(live: Live) -> None:
+    cases: list[tuple[Request, type[Exception]]] = [
+        (Request(prompt="a" * 5000), PromptTooLongError),
+        (Request(prompt="a", sampling=SamplingParams(json_schema={"not": {}})), InvalidRequestError),
+        (Request(prompt="a", sampling=SamplingParams(logit_bias={5000: 1.0})), InvalidRequestError),
+        (Request(prompt="a", sampling=SamplingParams(logprobs=1)), InvalidRequestError),
+        (Request(prompt="a", timeout_s=1), InvalidRequestError),
+    ]
+
+    async def work(engine: RemoteEngine) -> None:
+        for request, kind in cases:
+            with pytest.raises(kind):
+                await engine.complete(request)
+
+    remote(live, work)
+    with pytest.raises(ModelNotFoundError):
+        remote(live, work, model="other")
+
+
+def test_a_plain_server_gets_plain_fields(live: Live) -> None:
+    async def work(engine: RemoteEngine) -> Any:
+        with pytest.raises(InvalidRequestError, match="top_k"):
+            await engine.complete(Request(prompt="a", sampling=SamplingParams(top_k=3)))
+        schema = {"type": "string", "maxLength": 3}
+        chat = [{"role": "user", "content": "x"}]
+        return await engine.complete(Request(messages=chat, sampling=SamplingParams(json_schema=schema)))
+
+    result = remote(live, work, extensions=False)
+    assert result.text.startswith('"')
+    assert result.tokens == ()
+
+
+def test_full_queues_deadlines_and_failures() -> None:
+    with Live(toy(step_s=0.02, max_batch=1, max_queue=1)) as live:
+
+        async def work(engine: RemoteEngine) -> None:
+            long = SamplingParams(max_tokens=2000, ignore_eos=True)
+            held = [asyncio.ensure_future(engine.complete(Request(prompt=c, sampling=long))) for c in "ab"]
+            while live.engine.stats().waiting < 1:
+                await asyncio.sleep(0.01)
+            with pytest.raises(QueueFullError) as full:
+                await engine.complete(Request(prompt="c"))
+            assert full.value.retry_after_s >= 1
+            for task in held:
+                task.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+            while not live.idle:
+                await asyncio.sleep(0.01)
+            late = await engine.complete(Request(prompt="d", sampling=long, deadline_s=0.3))
+            assert late.finish_reason is FinishReason.TIMEOUT
+            while not live.idle:
+                await asyncio.sleep(0.01)
+            ending = asyncio.ensure_future(engine.complete(Request(prompt="e", sampling=long)))
+            while live.engine.stats().running < 1:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(live.engine.close)
+            cut = await ending
+            assert cut.finish_reason is FinishReason.ERROR
+            assert isinstance(cut.error, RunnerError)
+            with pytest.raises(EngineClosedError):
+                await engine.complete(Request(prompt="f"))
+
+        remote(live, work)
+
+
+def test_nobody_there_is_a_clear_error() -> None:
+    async def work() -> None:
+        async with RemoteEngine("http://127.0.0.1:9/v1", connect_timeout_s=2):
+            pass
+
+    with pytest.raises(BackendError, match="cannot be reached"):
+        asyncio.run(work())
