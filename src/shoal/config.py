@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from shoal.errors import ConfigError
 
@@ -54,7 +54,7 @@ class EngineConfig:
     ageing_s: float = 10.0
     watchdog_s: float = 120.0
     threads: int | None = None
-    precision: str = "auto"
+    precision: Literal["auto", "bf16", "f32"] = "auto"
     runner: str = "auto"
     seed: int | None = None
     record: str | None = None

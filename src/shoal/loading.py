@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.models import ModelFiles, Store
     from shoal.models.tokenizer import Tokenizer
 
-RUNNERS = ("openvino",)
+RUNNERS = ("native", "openvino")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,43 +47,86 @@ class ModelCodec:
         return self.tokenizer.encode_chat(self.tokenizer.chat_template.render(messages))
 
 
-def choose_runner(wanted: str) -> tuple[str, str]:
-    """The runner to use on this machine, and why. ConfigError for an unknown one, BackendError if not installed."""
-    if wanted == "auto":
-        name, why = "openvino", f"the backend for {platform.machine()} CPUs"
-    elif wanted in RUNNERS:
-        name, why = wanted, "asked for"
-    else:
+def choose_runner(config: EngineConfig, files: ModelFiles | None = None) -> tuple[str, str]:
+    """The runner to use for a model (or, without `files`, for models this package knows) on this machine, and why.
+
+    ConfigError for an unknown one or one that cannot do what the config asks, BackendError when it is not installed.
+    """
+    wanted = config.runner
+    if wanted not in ("auto", *RUNNERS):
         known = ", ".join(("auto", *RUNNERS))
         raise ConfigError(f"runner is {wanted!r}", value=wanted, limit=known, hint=f"known are {known}")
-    if importlib.util.find_spec(name) is None:
-        hint = f"pip install 'shoal[{name}]'"
-        raise BackendError(f"{name} is not installed for {sys.executable}", value=name, hint=hint)
-    return name, why
+    if wanted == "native" and config.precision != "auto":
+        raise ConfigError(
+            f"precision is {config.precision!r}", value=config.precision, limit="auto", hint="native has one precision"
+        )
+    if wanted != "openvino":
+        reason = _why_not_native(config, files)
+        if reason is None:
+            return "native", "kernels of our own for this CPU and model"
+        if wanted == "native":
+            message = f"the native runner cannot be used: {reason}"
+            raise BackendError(message, value=reason, hint="use runner='openvino'")
+        why = f"not native: {reason}"
+    else:
+        why = "asked for"
+    if importlib.util.find_spec("openvino") is None:
+        raise BackendError(
+            f"openvino is not installed for {sys.executable}", value="openvino", hint="pip install openvino"
+        )
+    return "openvino", why
+
+
+def _why_not_native(config: EngineConfig, files: ModelFiles | None) -> str | None:
+    from shoal.runners.native.runner import load_core, supports
+
+    if config.precision != "auto":
+        return f"precision {config.precision} was asked for"
+    if files is not None:
+        return supports(files)
+    try:
+        load_core()
+    except BackendError as error:
+        return error.message
+    return None
 
 
 def open_model(model: str, config: EngineConfig, store: Store | None = None) -> OpenedModel:
     """Find a model, fetching it if need be, and load its tokenizer. Raises any `ModelError`, `BackendError`."""
-    choose_runner(config.runner)
     from shoal.models import Store, load_tokenizer
 
     store = store or Store()
     files = store.resolve(model)
+    choose_runner(config, files)  # what cannot run is refused before anything is loaded
     return OpenedModel(ModelCodec(load_tokenizer(files)), partial(make_runner, files, config, store))
 
 
 def make_runner(files: ModelFiles, config: EngineConfig, store: Store) -> Runner:
     """Load a model's weights into the runner that the config asks for."""
-    from shoal.runners.openvino.runner import OpenVINORunner
-
     kv_bytes = config.bytes_of("kv_memory")
     assert kv_bytes is not None
+    name, _ = choose_runner(config, files)
+    memory_bytes = config.bytes_of("memory")
+    cache_dir = store.cache_dir(files.key)
+    if name == "native":
+        from shoal.runners.native.runner import NativeRunner
+
+        return NativeRunner.load(
+            files,
+            kv_bytes=kv_bytes,
+            memory_bytes=memory_bytes,
+            cache_dir=cache_dir,
+            threads=config.threads,
+            max_step_tokens=config.max_step_tokens,
+        )
+    from shoal.runners.openvino.runner import OpenVINORunner
+
     return OpenVINORunner.load(
         files.path,
         kv_bytes=kv_bytes,
-        memory_bytes=config.bytes_of("memory"),
-        cache_dir=store.cache_dir(files.key),
+        memory_bytes=memory_bytes,
+        cache_dir=cache_dir,
         threads=config.threads,
-        precision=config.precision,  # type: ignore[arg-type] - checked by the config
+        precision=config.precision,
         max_step_tokens=config.max_step_tokens,
     )

@@ -52,7 +52,7 @@ def test_a_tiny_model_computes_what_the_reference_computes(
     assert runner.isa == isa
     rows = rows_of(runner, tokens)
     runner.close()
-    # Random weights magnify what the 8 bits of activations and the bf16 of KV round off; f16 and bf16 weights take no part in the first.
+    # Random weights magnify what is rounded: KV to bf16 and, where weights are quantised, activations to 8 bits.
     assert mean_kl(exact[[2, *range(39, 70)]], rows) < (1e-3 if fields["kind"] in ("F16", "BF16") else 2e-2)
 
 

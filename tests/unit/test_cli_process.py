@@ -140,7 +140,7 @@ def test_doctor_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
     assert set(document) == {"machine", "versions", "runner", "precision", "store", "memory", "self_check"}
     assert document["self_check"]["status"] == "skipped"
     assert f"shoal models pull {DEFAULT_MODEL}" in document["self_check"]["detail"]
-    assert document["precision"]["name"] in ("bf16", "f32")
+    assert document["precision"]["name"] in ("int8", "bf16", "f32")
     asked = call([*CLI, "doctor", "--model", DEFAULT_MODEL], SHOAL_HOME=str(tmp_path))
     assert asked.returncode == 2
     assert "not in the store" in asked.stderr

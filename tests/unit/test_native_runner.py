@@ -181,7 +181,7 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
 
 def test_bad_settings_are_typed_errors(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = local_files("m", blocks)
-    with pytest.raises(ConfigError, match="below one block"):
+    with pytest.raises(ConfigError, match="one block of KV takes"):
         NativeRunner.load(files, kv_bytes=100, cache_dir=blocks.parent)
     with pytest.raises(BackendError, match="not enough memory"):
         NativeRunner.load(files, kv_bytes=1 << 50, cache_dir=blocks.parent)

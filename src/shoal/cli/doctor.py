@@ -60,7 +60,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
     yield "versions", versions()
     runner = _runner()
     yield "runner", runner
-    yield "precision", _precision() if "error" not in runner else {"name": None, "why": "there is no runner"}
+    yield "precision", _precision(runner["name"])
     yield "store", _store()
     if "error" in runner:
         yield "memory", {"model": None}
@@ -92,17 +92,22 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
 
 
 def _runner() -> dict[str, Any]:
+    from shoal.config import EngineConfig
     from shoal.loading import choose_runner
 
     try:
-        name, why = choose_runner("auto")
+        name, why = choose_runner(EngineConfig())
     except BackendError as error:
         return {"name": None, "error": str(error)}
     return {"name": name, "why": why}
 
 
-def _precision() -> dict[str, Any]:
+def _precision(runner: str | None) -> dict[str, Any]:
     """What "auto" comes to on this CPU."""
+    if runner is None:
+        return {"name": None, "why": "there is no runner"}
+    if runner == "native":
+        return {"name": "int8", "why": "weights as the file has them, activations in 8 bits per group of 32"}
     from shoal.runners.openvino.loading import best_precision, open_core
 
     core = open_core()

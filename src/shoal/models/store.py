@@ -112,7 +112,8 @@ class Store:
         if pull:
             return self.pull(name)
         self._check_name(name)
-        raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=f"run `shoal models pull {name}`")
+        hint = f"run `shoal models pull {name}`"
+        raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=hint)
 
     def pull(self, name: str, progress: Progress | None = None) -> ModelFiles:
         """Fetch model `name` unless it is here; a kill at any moment leaves nothing half-done behind.
@@ -145,7 +146,8 @@ class Store:
             if model.name == name:
                 return model
         self._check_name(name)
-        raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=f"run `shoal models pull {name}`")
+        hint = f"run `shoal models pull {name}`"
+        raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=hint)
 
     def remove(self, name: str) -> int:
         """Delete a model, finished or not, and the caches derived from it; returns the bytes freed.

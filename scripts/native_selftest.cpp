@@ -1,0 +1,142 @@
+// Every kernel of every instruction set this CPU has, against the plain ones, and each row alone against its tile: for machines
+// without Python, as aarch64 under user-mode emulation (scripts/native_cross). Prints a line per set; exits 1 on a difference.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "model.h"
+
+using namespace shoal;
+
+static std::mt19937 rng(1);
+static float uniform(float low, float high) { return std::uniform_real_distribution<float>(low, high)(rng); }
+static int failures = 0;
+
+static void expect(bool ok, const char* isa, const char* what, double value) {
+    if (!ok) failures++, printf("  %s: %s differs by %g\n", isa, what, value);
+}
+
+static uint16_t half_bits(float x) {  // of normal numbers
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return uint16_t((u >> 16 & 0x8000) | (((u >> 23 & 255) - 112) << 10) | (u >> 13 & 1023));
+}
+
+struct Acts {
+    std::vector<int8_t> a;
+    std::vector<float> s, t, x;
+    std::vector<int32_t> nsum;
+    Tile tile;
+    Acts(int rows, int k) : a(size_t(rows * k)), s(size_t(rows * k / 32)), t(s.size()), x(size_t(rows * k)), nsum(2 * s.size()) {
+        tile.rows = rows, tile.a = a.data(), tile.s = s.data(), tile.t = t.data(), tile.x = x.data(), tile.nsum = nsum.data();
+    }
+};
+
+static double distance(const std::vector<float>& a, const std::vector<float>& b) {
+    double d = 0, n = 1e-20;
+    for (size_t i = 0; i < a.size(); i++) d += (a[i] - b[i]) * (a[i] - b[i]), n += b[i] * b[i];
+    return std::isfinite(d) ? std::sqrt(d / n) : 1e9;
+}
+
+static void products(const Kernels& k, const Kernels& plain, Codes codes, bool has_min, bool wide, int group, int offset) {
+    Matrix w;
+    w.n = 64, w.k = 96, w.strips = 2, w.codes = codes, w.has_min = has_min, w.wide_scales = wide, w.group = group, w.offset_log2 = offset;
+    w.strip_bytes = strip_bytes(w);
+    std::vector<uint8_t> data(w.strip_bytes * 2 + 16384);
+    const bool dense = int(codes) >= 16;
+    const size_t code_bytes = codes == Codes::kFour ? 512 : 1024, share = w.strip_bytes / 3;
+    for (size_t i = 0; i < w.strip_bytes * 2; i++) data[i] = uint8_t(rng());
+    for (size_t i = 0; dense && i < w.strip_bytes; i++) {
+        const float v = uniform(-1, 1) + 2;
+        uint32_t u;
+        memcpy(&u, &v, 4);
+        const uint16_t h = codes == Codes::kHalf ? half_bits(v) : uint16_t(u >> 16);
+        memcpy(data.data() + 2 * i, &h, 2);
+    }
+    for (size_t g = 0; !dense && g < 6; g++) {
+        uint8_t* scales = data.data() + g * share + code_bytes;
+        for (size_t i = 0; i < (share - code_bytes) / (wide ? 4 : 2); i++) {
+            const float v = uniform(0.5f, 1.5f) * (has_min && i >= 32 ? -8.f : 1.f);
+            const uint16_t h = half_bits(v);
+            if (wide) memcpy(scales + 4 * i, &v, 4);
+            else memcpy(scales + 2 * i, &h, 2);
+        }
+    }
+    w.data = data.data();
+    std::vector<float> values(6 * 96);
+    for (auto& v : values) v = uniform(-2, 2);
+    std::vector<std::vector<float>> alone;
+    for (int rows = 1; rows <= k.max_rows; rows++) {
+        Acts mine(rows, 96);
+        std::vector<float> out(size_t(rows) * 64, 1.f);
+        for (int r = 0; r < rows; r++) k.quantise(values.data() + r * 96, 96, mine.tile, r, 0);
+        k.product(w, 0, 2, mine.tile, out.data(), 64, true);
+        for (int r = 0; r < rows; r++) {
+            Acts one(1, 96);
+            std::vector<float> mine_row(out.begin() + r * 64, out.begin() + r * 64 + 64), row(64, 1.f), other(64, 1.f);
+            k.quantise(values.data() + r * 96, 96, one.tile, 0, 0);
+            k.product(w, 0, 2, one.tile, row.data(), 64, true);
+            expect(row == mine_row, k.name, "a row of a tile", distance(mine_row, row));
+            plain.quantise(values.data() + r * 96, 96, one.tile, 0, 0);
+            plain.product(w, 0, 2, one.tile, other.data(), 64, true);
+            expect(distance(row, other) < 1e-5, k.name, "product", distance(row, other));
+        }
+    }
+}
+
+static void attention(const Kernels& k, const Kernels& plain, Heads heads, int tokens) {
+    const size_t elements = kv_head_elements(heads.dim);
+    std::vector<uint16_t> kv(2 * elements), q(size_t(heads.group * heads.dim));
+    for (auto& x : kv) x = uint16_t(0x3c00 + (rng() & 0x81ff));
+    for (auto& x : q) x = uint16_t(0x3c00 + (rng() & 0x81ff));
+    std::vector<float> outs[2];
+    for (const Kernels* which : {&k, &plain}) {
+        std::vector<float> state(size_t(state_floats(heads))), out(size_t(heads.group * heads.dim));
+        Row row = {q.data(), state.data(), tokens};
+        which->start_row(state.data(), heads);
+        for (int first = 0; first < tokens; first += kSpan)
+            which->attend(kv.data(), kv.data() + elements, nullptr, kv.data(), &row, 1, first, heads);
+        which->finish_row(state.data(), heads, out.data());
+        outs[which == &plain] = out;
+    }
+    expect(distance(outs[0], outs[1]) < 2e-3, k.name, "attention", distance(outs[0], outs[1]));
+}
+
+static void rows(const Kernels& k, const Kernels& plain) {
+    std::vector<float> x(192), w(192), a(192), b(192);
+    for (int i = 0; i < 192; i++) x[size_t(i)] = uniform(-9, 9), w[size_t(i)] = uniform(0, 2);
+    k.rms_norm(x.data(), w.data(), 192, 1e-5f, a.data()), plain.rms_norm(x.data(), w.data(), 192, 1e-5f, b.data());
+    expect(distance(a, b) < 1e-6, k.name, "rms_norm", distance(a, b));
+    a = b = x;
+    k.silu_mul(a.data(), w.data(), 192), plain.silu_mul(b.data(), w.data(), 192);
+    for (int i = 0; i < 192; i++) x[size_t(i)] = x[size_t(i)] / (1 + std::exp(-x[size_t(i)])) * w[size_t(i)];
+    expect(distance(a, b) < 1e-6 && distance(a, x) < 1e-6, k.name, "silu", distance(a, x));
+    float best = -INFINITY, bad = 0;
+    int index = 0;
+    x[100] = x[131] = 50;
+    k.best_of(x.data(), 190, 1000, best, index, bad);
+    expect(index == 1100 && best == 50 && bad == 0, k.name, "best_of", index);
+    x[3] = NAN;
+    k.best_of(x.data(), 190, 0, best, index, bad);
+    expect(bad != 0, k.name, "best_of with NaN", bad);
+}
+
+int main() {
+    const Kernels& plain = *choose_kernels("plain");
+    for (const auto& name : supported_isas()) {
+        const Kernels& k = *choose_kernels(name);
+        products(k, plain, Codes::kFour, true, false, 32, -1), products(k, plain, Codes::kFour, false, false, 32, 3);
+        products(k, plain, Codes::kFour, true, true, 32, -1), products(k, plain, Codes::kEight, false, false, 32, 7);
+        products(k, plain, Codes::kEight, true, false, 32, -1), products(k, plain, Codes::kEight, true, true, 32, -1);
+        products(k, plain, Codes::kEight, false, true, 16, 5);
+        products(k, plain, Codes::kHalf, false, false, 32, -1), products(k, plain, Codes::kBf16, false, false, 32, -1);
+        for (int dim : {32, 64, 96, 128})
+            for (int group : {1, 2, 3, 4, 7})
+                for (int tokens : {1, 2, 31, 33, 64}) attention(k, plain, {group, dim}, tokens);
+        rows(k, plain);
+        printf("%s: %s\n", k.name, failures ? "FAILED" : "as plain");
+    }
+    return failures > 0;
+}

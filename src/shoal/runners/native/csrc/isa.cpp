@@ -1,0 +1,20 @@
+// One instruction set's kernels; compiled once per set, with SHOAL_ISA naming it and the compiler's flags choosing simd.h's side.
+#include "attention.h"
+#include "kernels.h"
+#include "norms.h"
+#include "products.h"
+
+#define SHOAL_JOIN(a, b) a##b
+#define SHOAL_NAME(isa) SHOAL_JOIN(kernels_, isa)
+#define SHOAL_TEXT(x) #x
+#define SHOAL_STRING(x) SHOAL_TEXT(x)
+
+namespace shoal {
+
+const Kernels* SHOAL_NAME(SHOAL_ISA)() {
+    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA), kMaxRows,   product,   quantise, rms_norm,   silu_mul,
+                                      to_bf16_row,             start_row, attend, finish_row, best_of};
+    return &table;
+}
+
+}  // namespace shoal

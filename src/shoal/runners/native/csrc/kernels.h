@@ -1,0 +1,88 @@
+// What the kernels of all instruction sets share: the layouts they read and the table they are called through.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace shoal {
+
+constexpr int kStrip = 32;   // outputs that lie side by side in a packed weight: two halves of 16 lanes
+constexpr int kGroup = 32;   // inputs that share the scale of an activation
+constexpr int kBlock = 32;   // token slots of a KV block
+constexpr int kSpan = 64;    // tokens that one softmax update takes: two blocks, always split at multiples of 64
+
+// A packed weight of n outputs x k inputs: strips of 32 outputs, one after the other, read from front to back. A strip has,
+// for each group of 32 inputs,
+//
+//   +-----------------+-----------------+---------+---------+---------+---------+
+//   | codes, out 0-15 | codes, 16-31    | d 0-15  | d 16-31 | m 0-15  | m 16-31 |   m only when has_min
+//   +-----------------+-----------------+---------+---------+---------+---------+
+//    256 or 512 bytes                     f16 or f32           (group 16: d of inputs 0-15, then d of 16-31, no m)
+//
+//   codes   4 bits: [4][64 B]   64 B = 16 outputs x 4 inputs, low nibbles inputs 8j..8j+3, high 8j+4..8j+7
+//           8 bits: [8][64 B]   64 B = 16 outputs x 4 inputs, inputs 4j..4j+3
+//
+// or, for f16 and bf16, nothing but [k][32] values. Q4_1 takes 640 bytes a group, 5 bits a weight.
+//
+// A weight is d * (code - offset) + m. `offset` is a power of two (or 0) and has_min is false where it is not 0.
+enum class Codes : int { kFour = 4, kEight = 8, kHalf = 16, kBf16 = 17 };
+struct Matrix {
+    const uint8_t* data = nullptr;
+    const float* bias = nullptr;  // [strips * 32] or null
+    int n = 0, k = 0, strips = 0;
+    Codes codes = Codes::kFour;
+    bool has_min = false, wide_scales = false;
+    int group = kGroup, offset_log2 = -1;
+    size_t strip_bytes = 0;
+};
+
+// Activations of up to max_rows rows, quantised to 8 bits in groups of 32: x = s * a.
+//
+//   a       [k/4][rows][4]    so that the four inputs of all rows of a tile lie side by side
+//   s, t    [k/32][rows]      scale, and scale * sum of the group's a
+//   nsum    [k/16][rows]      minus the sum of each half group; exact integers
+//   x       [k][rows]         the values themselves, only where some weight of the model is not quantised
+struct Tile {
+    int rows = 0;
+    int8_t* a = nullptr;
+    float *s = nullptr, *t = nullptr, *x = nullptr;
+    int32_t* nsum = nullptr;
+};
+
+// One query row under attention, for one KV head. `state` is [group] maxima padded to 16, [group][16] sums, [group][dim].
+struct Row {
+    const uint16_t* q;  // [group][dim] bf16, scaled by log2(e) / sqrt(dim)
+    float* state;
+    int limit;          // it sees positions 0 .. limit - 1
+};
+struct Heads { int group, dim; };
+inline int state_floats(Heads h) { return (h.group + 15) / 16 * 16 + h.group * 16 + h.group * h.dim; }
+
+// KV of one block and one head: K [dim/2][32 tokens][2], then V [16 token pairs][dim][2], both bf16.
+inline size_t kv_head_elements(int dim) { return size_t(dim) * kBlock * 2; }
+
+struct Kernels {
+    const char* name;
+    int max_rows;
+    // out[r * ld + i] = (or += when `accumulate`) row r of the tile times output 32 * strip + i, for 32 * strips outputs.
+    void (*product)(const Matrix&, int strip, int strips, const Tile&, float* out, int ld, bool accumulate);
+    void (*quantise)(const float* x, int k, const Tile&, int row, int first_input);
+    void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);  // out may be x
+    void (*silu_mul)(float* gate, const float* up, int n);  // gate = silu(gate) * up
+    void (*to_bf16_row)(const float* x, int n, float scale, uint16_t* out);
+    void (*start_row)(float* state, Heads);
+    void (*attend)(const uint16_t* kv0, const uint16_t* kv1, const uint16_t* next0, const uint16_t* next1, const Row* rows, int n,
+                   int first, Heads);
+    void (*finish_row)(const float* state, Heads, float* out);  // out [group][dim]
+    // The largest of x[0..n) after `best`, lowest index first; `bad` becomes NaN once some x is not finite.
+    void (*best_of)(const float* x, int n, int first, float& best, int& index, float& bad);
+};
+
+const Kernels* kernels_avx512bf16();
+const Kernels* kernels_avx512vnni();
+const Kernels* kernels_avx2vnni();
+const Kernels* kernels_avx2base();
+const Kernels* kernels_neon_i8mm();
+const Kernels* kernels_neon_dot();
+const Kernels* kernels_plain();
+
+}  // namespace shoal

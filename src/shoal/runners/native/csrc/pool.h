@@ -1,0 +1,36 @@
+// Threads that run one function together, with barriers inside it and units of work claimed from a counter.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace shoal {
+
+// The caller is thread 0. Between runs the others spin for some 70 us (the next step of a decoding loop comes soon), then
+// sleep in the kernel. At a barrier they spin, then yield: on a machine that others use too, the one that is waited
+// for may need this very core.
+class Pool {
+  public:
+    explicit Pool(int threads);
+    ~Pool();
+    Pool(const Pool&) = delete;
+    int size() const { return size_; }
+    void run(void (*fn)(void*, int), void* context);  // returns when all have returned
+    void barrier();
+
+  private:
+    void work(int id);
+    int size_;
+    alignas(64) std::atomic<uint32_t> job_{0};
+    alignas(64) std::atomic<uint32_t> arrived_{0};
+    alignas(64) std::atomic<uint32_t> turn_{0};
+    std::atomic<bool> stop_{false};
+    void (*fn_)(void*, int) = nullptr;
+    void* context_ = nullptr;
+    std::vector<std::thread> threads_;
+};
+
+int available_cpus();
+
+}  // namespace shoal
