@@ -99,7 +99,7 @@ def llama_worker(path: str, threads: int) -> None:
 
 def runner_worker(kind: str, path: str, threads: int, cache: str) -> None:
     from shoal.models.files import local_files
-    from shoal.types import ScheduledSequence, StepPlan, Want
+    from shoal.plan import ScheduledSequence, StepPlan, Want
 
     files = local_files("bench", Path(path))
     runner: Any

@@ -61,7 +61,7 @@ def any_int(rng: random.Random, usual: int) -> int:
 
 
 def random_plan(rng: random.Random, blocks: int, vocab: int) -> Any:
-    from shoal.types import ScheduledSequence, StepPlan, Want
+    from shoal.plan import ScheduledSequence, StepPlan, Want
 
     def sequence(seq_id: int) -> ScheduledSequence:
         tokens = tuple(rng.randrange(vocab) for _ in range(rng.choice([0, 1, 1, 1, 2, 31, 33, 64])))

@@ -12,8 +12,9 @@ from shoal.core.stop import StopChecker
 from shoal.engine import Engine
 from shoal.intake import Intake
 from shoal.loop import StepLoop
+from shoal.plan import ModelSpec, StepPlan, Want
 from shoal.runners.fake import ByteTokenizer, FakeRunner
-from shoal.types import Event, ModelSpec, Request, Result, SamplingParams, StepPlan, Want
+from shoal.types import Event, Request, Result, SamplingParams
 
 BLOCK = 4
 

@@ -10,9 +10,9 @@ from scripts.measure.common import MODEL, greedy, interleaved, make_loop, median
 
 from shoal import Engine, Request, SamplingParams
 from shoal.loop import StepLoop
+from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.base import Runner
 from shoal.sampling import SamplerState, sample
-from shoal.types import ScheduledSequence, StepPlan, Want
 
 STEPS = 64
 

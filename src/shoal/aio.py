@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from shoal.engine import Engine
-from shoal.types import Event, ModelSpec, Request, Result
+from shoal.plan import ModelSpec
+from shoal.types import Event, Request, Result
 
 
 class AsyncEngine:

@@ -19,20 +19,10 @@ from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError,
 from shoal.handles import Handle, PrefixCache
 from shoal.intake import Admissible, Codec, Intake
 from shoal.loop import Sink, StepLoop
+from shoal.plan import ModelSpec, StepRecord
 from shoal.runners.base import Runner
 from shoal.running import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
-from shoal.types import (
-    EngineStats,
-    Event,
-    FinishReason,
-    ModelSpec,
-    Namespace,
-    Report,
-    Request,
-    Result,
-    SamplingParams,
-    StepRecord,
-)
+from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams
 
 T = TypeVar("T")
 _MAX_FAILURES = 3  # passes that fail in a row before the engine gives up

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Self
 
 from shoal.core.prefix_tree import common_prefix
 from shoal.core.sequence import Status
-from shoal.types import Event, Namespace, Result, SeqId
+from shoal.plan import SeqId
+from shoal.types import Event, Namespace, Result
 
 if TYPE_CHECKING:
     from shoal.engine import Engine

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from shoal.errors import InvalidRequestError, KVBudgetError, PromptTooLongError
 from shoal.grammar import Grammar, GrammarCompiler
+from shoal.plan import ModelSpec
 from shoal.sampling import SamplerState
-from shoal.types import Message, ModelSpec, Request, SamplingParams
+from shoal.types import Message, Request, SamplingParams
 
 
 class Codec(Protocol):

@@ -17,22 +17,11 @@ from shoal.core.sequence import RANKS, Sequence
 from shoal.core.stop import StopChecker
 from shoal.errors import RunnerError, ShoalError
 from shoal.intake import Admissible, Intake
+from shoal.plan import SeqId, StepOutput, StepPlan, StepRecord, Want
 from shoal.record import RecordingScheduler
 from shoal.runners.base import Runner
 from shoal.sampling import INVALID_TOKEN, SamplerState, sample
-from shoal.types import (
-    EngineStats,
-    Event,
-    FinishReason,
-    Namespace,
-    Result,
-    SeqId,
-    StepOutput,
-    StepPlan,
-    StepRecord,
-    TokenLogprob,
-    Want,
-)
+from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, TokenLogprob
 
 Sink = Callable[[Event], None]
 """Where a request's events go. Called on the loop's thread; must not block."""

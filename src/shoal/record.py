@@ -19,7 +19,8 @@ from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence
 from shoal.core.stop import StopChecker, Verdict
 from shoal.errors import ModelFormatError, ShoalError, StoreError
-from shoal.types import FinishReason, ModelSpec, Namespace, SamplingParams, ScheduledSequence, SeqId, StepPlan, Want
+from shoal.plan import ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
+from shoal.types import FinishReason, Namespace, SamplingParams
 
 _SEQUENCE_FIELDS = (
     "arrival", "deadline", "greedy", "group", "max_tokens", "prefill_only", "prompt_len", "rank", "seq_id", "timeout",

@@ -24,7 +24,8 @@ from shoal.errors import (
     RunnerError,
     ShoalError,
 )
-from shoal.types import Event, FinishReason, ModelSpec, Priority, Receipt, Request, Result, SamplingParams
+from shoal.plan import ModelSpec
+from shoal.types import Event, FinishReason, Priority, Receipt, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
     import httpx

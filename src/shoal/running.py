@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import InvalidRequestError, RequestError
 from shoal.handles import Handle, PrefixCache
 from shoal.intake import Admissible
+from shoal.plan import StepRecord
 from shoal.sampling import derive_seed
-from shoal.types import Event, FinishReason, Message, Report, Request, Result, StepRecord
+from shoal.types import Event, FinishReason, Message, Report, Request, Result
 
 if TYPE_CHECKING:
     from shoal.engine import Engine

@@ -1,6 +1,6 @@
-"""The words that all parts share: what a caller asks, what a step is, what comes back.
+"""What a caller asks and what comes back. What a step is stands in `plan.py`.
 
-Axis letters in shapes: B sequences, T tokens, V vocabulary. Times are in the unit their name ends in.
+Times are in the unit their name ends in.
 Nothing here imports a backend, or anything but `errors`.
 """
 
@@ -10,18 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from shoal.errors import InvalidRequestError, ShoalError
+from shoal.plan import StepRecord
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-SeqId: TypeAlias = int
-"""A sequence inside one engine; never reused while the engine lives."""
-BlockId: TypeAlias = int
-"""A block of KV slots, 0 <= id < ModelSpec.num_blocks. The core hands them out, a runner maps them to storage."""
 Message: TypeAlias = Mapping[str, Any]
 """One chat message: `role`, `content`, and whatever else the chat template reads."""
 
@@ -303,119 +296,6 @@ class Event:
     def finished(self) -> bool:
         """True for the last event of a request."""
         return self.result is not None
-
-
-class Want(StrEnum):
-    """What a step is to give for a sequence after its last fed token."""
-
-    NOTHING = "nothing"  # prompt tokens that are not the last: no projection to the vocabulary
-    ARGMAX = "argmax"  # the most likely token
-    LOGITS = "logits"  # all V logits
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's share of a step: feed `tokens` at positions start .. start + len(tokens) - 1.
-
-    KV of position p lives in slot p % block_size of block `block_table[p // block_size]`. Positions below `start`
-    are there already. The table covers every fed position (and the chained ones) and may be longer. A table that
-    did not change since an earlier step is the same object, so a runner may cache what it derives from it. The last
-    `generated` of the tokens are output of the sequence, the ones before are its prompt.
-    """
-
-    seq_id: SeqId
-    tokens: tuple[int, ...]
-    start: int
-    block_table: tuple[BlockId, ...]
-    want: Want
-    generated: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one forward pass is to do. Frozen, small and printable.
-
-    `copies` are (source, destination) blocks, whose contents are copied whole and in order before anything is
-    computed. `chain` > 1 asks for that many greedy tokens per sequence, each fed back on the device; only plans
-    in which every sequence feeds one token and wants ARGMAX may ask, up to `ModelSpec.max_chain`.
-    """
-
-    step: int
-    sequences: tuple[ScheduledSequence, ...]
-    copies: tuple[tuple[BlockId, BlockId], ...] = ()
-    chain: int = 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens fed in this step, all sequences together."""
-        return sum(len(s.tokens) for s in self.sequences)
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step gave.
-
-    `argmax` holds `chain` tokens for each sequence that wanted ARGMAX, of equal logits the lowest token, and -1 where
-    the logits were not finite numbers. `logits`, float32 [n, V], holds one row for each sequence that wanted LOGITS, in
-    plan order; it is valid until the runner's next call and may be written to.
-    """
-
-    argmax: Mapping[SeqId, tuple[int, ...]]
-    logits: NDArray[np.float32] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """What the core must know of a loaded model. Sizes in bytes, lengths in tokens.
-
-    `step_bytes` is the most a step of `max_step_tokens` needs beside weights and KV (the transient).
-    `copies_blocks`: the runner can copy a block (`StepPlan.copies`), so a prefix may be cut at any token.
-    `exact`: logits of a sequence are the same bits whatever else is in the batch and however it is chunked.
-    `splits_decode`: that holds as long as generated tokens and prompt tokens are told apart, because other kernels
-    compute them; then KV of the ones never stands in for KV of the others.
-    """
-
-    name: str
-    architecture: str
-    runner: str
-    precision: str
-    vocab_size: int
-    context_length: int
-    block_size: int
-    num_blocks: int
-    kv_bytes_per_token: int
-    weight_bytes: int
-    step_bytes: int = 0
-    max_chain: int = 1
-    copies_blocks: bool = True
-    exact: bool = False
-    splits_decode: bool = False
-    recurrent: bool = False
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of KV in one block."""
-        return self.block_size * self.kv_bytes_per_token
-
-    @property
-    def kv_capacity(self) -> int:
-        """Tokens whose KV fits all blocks together."""
-        return self.num_blocks * self.block_size
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What one step was, for reports. `batch` counts sequences, `prefill_tokens` prompt tokens among those fed.
-
-    `ms` is the whole step; `execute_ms` the part spent in the runner.
-    """
-
-    step: int
-    batch: int
-    prefill_tokens: int
-    decode_tokens: int
-    ms: float
-    execute_ms: float
 
 
 @dataclass(frozen=True, slots=True)

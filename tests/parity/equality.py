@@ -20,9 +20,10 @@ from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.intake import Intake
 from shoal.loop import StepLoop, Ticket
+from shoal.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.runners.base import Runner
 from shoal.sampling import INVALID_TOKEN
-from shoal.types import Event, ModelSpec, Priority, Request, SamplingParams, SeqId, StepOutput, StepPlan, Want
+from shoal.types import Event, Priority, Request, SamplingParams
 
 TRUNKS = (0, 40, 300, 600)  # lengths of the beginnings that requests share
 OUTPUT = 12

@@ -11,9 +11,9 @@ import pytest
 
 from shoal.models import ModelFiles
 from shoal.models.gguf import read_gguf
+from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.base import Runner
 from shoal.runners.native.runner import NativeRunner
-from shoal.types import ScheduledSequence, StepPlan, Want
 from tests.contract.test_runner import *  # noqa: F403 - the contract's tests, on the runner below
 from tests.parity.native_tiny import isas
 from tests.parity.reference import logits, mean_kl

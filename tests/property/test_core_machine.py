@@ -16,8 +16,9 @@ from shoal.core.audit import check_integrity
 from shoal.errors import KVBudgetError, PromptTooLongError, RunnerError
 from shoal.intake import Intake
 from shoal.loop import StepLoop, Ticket
+from shoal.plan import StepPlan
 from shoal.runners.fake import ByteTokenizer, FakeRunner
-from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams, StepPlan
+from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
 
 TRUNKS = (
     "",

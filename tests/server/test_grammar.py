@@ -12,8 +12,9 @@ import pytest
 from shoal.engine import Engine
 from shoal.errors import InvalidRequestError, RunnerError
 from shoal.grammar import Constraint
+from shoal.plan import Want
 from shoal.runners.fake import FakeRunner
-from shoal.types import FinishReason, Request, SamplingParams, Want
+from shoal.types import FinishReason, Request, SamplingParams
 from tests.server.live import Live, toy
 from tests.server.schemas import random_schema
 

@@ -11,8 +11,8 @@ import sys
 
 import shoal.cli.console
 import shoal.loading
+from shoal.plan import StepPlan
 from shoal.runners.fake import ByteTokenizer, FakeRunner
-from shoal.types import StepPlan
 
 
 class WordTokenizer(ByteTokenizer):

@@ -24,8 +24,8 @@ from shoal.errors import (
     StoreError,
     UnsupportedModelError,
 )
+from shoal.plan import StepPlan
 from shoal.runners.fake import ByteTokenizer, FakeRunner
-from shoal.types import StepPlan
 from tests.helpers import toy_engine
 
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)

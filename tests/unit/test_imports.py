@@ -13,11 +13,12 @@ import pytest
 import shoal
 
 ROOT = Path(shoal.__file__).parent
-BASE = {"types", "errors", "config"}
+BASE = {"types", "errors", "plan", "config"}
 ENGINE = {"sampling", "grammar", "intake", "record", "loop", "handles", "running", "state", "engine"}
 MAY_SEE = {
     "errors": set(),
-    "types": {"errors"},
+    "types": {"errors", "plan"},
+    "plan": set(),
     "config": {"errors", "types"},
     "core": BASE,
     "sampling": BASE | {"grammar"},

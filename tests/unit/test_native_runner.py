@@ -13,9 +13,9 @@ import pytest
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, StoreError, UnsupportedModelError
 from shoal.models.files import local_files
 from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
+from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.native import describe, pack, runner
 from shoal.runners.native.runner import NativeRunner, packed_path
-from shoal.types import ScheduledSequence, StepPlan, Want
 from tests.parity.native_tiny import isas, open_tiny, random_blocks, write_blocks
 from tests.parity.tiny import write_tiny
 

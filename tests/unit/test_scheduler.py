@@ -7,7 +7,8 @@ import pytest
 from shoal.core.audit import check_integrity
 from shoal.core.sequence import Status
 from shoal.errors import KVBudgetError, RunnerError
-from shoal.types import FinishReason, Namespace, StepPlan, Want
+from shoal.plan import StepPlan, Want
+from shoal.types import FinishReason, Namespace
 from tests.helpers import Driver, fed
 
 P = list(range(1, 11))  # ten tokens: two blocks and a tail of two

@@ -10,9 +10,10 @@ import pytest
 from shoal.config import EngineConfig
 from shoal.engine import Engine
 from shoal.errors import InvalidRequestError, PromptTooLongError, RunnerError
+from shoal.plan import StepPlan
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.swarm import RULES, SPECIALISTS, Card, State, Swarm, specialists, swarm_messages, swarm_requests
-from shoal.types import SamplingParams, StepPlan
+from shoal.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
 QUESTION = "Should we move to the sea?"

@@ -6,7 +6,7 @@ from shoal.config import EngineConfig
 from shoal.core.blocks import BlockPool
 from shoal.core.prefix_tree import Match, PrefixTree
 from shoal.core.sequence import Sequence
-from shoal.types import BlockId, ModelSpec
+from shoal.plan import BlockId, ModelSpec
 
 
 class KVBooks:

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.core.blocks import BlockPool
-from shoal.types import BlockId, Namespace
+from shoal.plan import BlockId
+from shoal.types import Namespace
 
 _GHOSTS = 4096  # evicted paths remembered, so that a receipt can tell "evicted" from "never seen"
 

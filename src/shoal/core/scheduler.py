@@ -14,7 +14,8 @@ from shoal.core.prefix_tree import Match, common_prefix
 from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
-from shoal.types import BlockId, FinishReason, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
+from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
+from shoal.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import math
 from enum import Enum
 
 from shoal.core.stop import StopChecker
-from shoal.types import BlockId, Namespace, Receipt, SeqId
+from shoal.plan import BlockId, SeqId
+from shoal.types import Namespace, Receipt
 
 RANKS = {"high": 0, "normal": 1, "low": 2}
 
