@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from scripts.measure import engine, peer, sharing
+from scripts.measure import common, engine, peer, sharing
 
 FIGURES = {
     "peer": peer.peer,
@@ -29,8 +29,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runner", default="auto")
     options = parser.parse_args()
-    print(json.dumps({"figure": options.figure, **FIGURES[options.figure](options.runs)}))
+    common.SETTINGS["runner"] = options.runner
+    print(json.dumps({"figure": options.figure, "runner": options.runner, **FIGURES[options.figure](options.runs)}))
 
 
 main()

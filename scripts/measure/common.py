@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from shoal.types import Report
 
 MODEL = "smollm2-135m"
 THREADS = os.cpu_count() or 1
+SETTINGS: dict[str, Any] = {}
+"""What every engine here is loaded with: the runner that `--runner` named."""
 
 
 def model_path() -> Path:
@@ -27,9 +30,13 @@ def model_path() -> Path:
 def make_loop(**settings: Any) -> StepLoop:
     """The synchronous loop on the real model, without a thread of its own."""
     store = Store()
-    config = EngineConfig.of(**settings)
+    config = EngineConfig.of(**SETTINGS, **settings)
     runner = make_runner(store.resolve(MODEL), config, store)
     return StepLoop(runner, Intake(runner.spec, None, 0), config)
+
+
+def load(**settings: Any) -> Engine:
+    return Engine.load(MODEL, **SETTINGS, **settings)
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -69,6 +76,7 @@ def interleaved(runs: int, **measures: Callable[[], float]) -> dict[str, list[fl
     for round_number in range(runs + 1):
         names = list(measures) if round_number % 2 else list(reversed(measures))
         for name in names:
+            time.sleep(0.5)  # threads of the one before are idle again
             value = measures[name]()
             if round_number:
                 values[name].append(value)

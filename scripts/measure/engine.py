@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import numpy as np
-from scripts.measure.common import MODEL, greedy, interleaved, make_loop, median, prompts, run, spread
+from scripts.measure.common import greedy, interleaved, load, make_loop, median, prompts, run, spread
 
-from shoal import Engine, Request, SamplingParams
+from shoal import Request, SamplingParams
 from shoal.loop import StepLoop
 from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.base import Runner
@@ -19,7 +19,7 @@ STEPS = 64
 
 def batch(runs: int) -> dict[str, Any]:
     """Aggregate decode tok/s at batch 1 to 32, in turns."""
-    with Engine.load(MODEL, max_batch=32) as engine:
+    with load(max_batch=32) as engine:
         values = interleaved(
             runs,
             **{
@@ -46,7 +46,7 @@ def overhead(runs: int) -> dict[str, Any]:
 
     values = interleaved(runs, bare=bare, loop=inside)
     loop.runner.close()
-    with Engine.load(MODEL) as engine:
+    with load() as engine:
 
         def whole() -> float:
             tokens = prompts(8, 40)
@@ -163,7 +163,7 @@ def sampling(runs: int) -> dict[str, Any]:
             taken.append((time.perf_counter() - begin) * 1e3)
         figures[f"{name}_ms"] = spread(taken)
     runner.close()
-    with Engine.load(MODEL) as engine:
+    with load() as engine:
         for name, params in (
             ("greedy", greedy(STEPS)),
             ("top_p", SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.8, top_p=0.95)),

@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import Any
 
-from scripts.measure.common import MODEL, THREADS, forget, interleaved, median, model_path, prompts, run, spread
+from scripts.measure.common import MODEL, THREADS, forget, interleaved, load, median, model_path, prompts, run, spread
 
 from shoal import Engine
 from shoal.models import Store
@@ -21,7 +21,7 @@ def peer(runs: int) -> dict[str, Any]:
     path = model_path()
     eight = requantised(path, Store().cache_dir("peers") / f"{MODEL}.Q8_0.gguf")
     figures: dict[str, Any] = {}
-    with Engine.load(MODEL, max_batch=32) as engine:
+    with load(max_batch=32) as engine:
         for streams in (1, 8, 32):
             tokens = prompts(streams, 40)
             peers = {
@@ -78,7 +78,7 @@ def burst(runs: int) -> dict[str, Any]:
 
     tokens = [p[: 1000 + 5 * i] for i, p in enumerate(prompts(16, 1080, seed=2))]
     llama = Llama(model_path(), streams=8, length=1300, threads=THREADS)
-    with Engine.load(MODEL, max_batch=16, kv_memory="1GiB") as engine:
+    with load(max_batch=16, kv_memory="1GiB") as engine:
 
         def ours() -> float:
             forget(engine)

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import psutil
-from scripts.measure.common import MODEL, forget, greedy, interleaved, make_loop, median, prompts, run, spread
+from scripts.measure.common import forget, greedy, interleaved, load, make_loop, median, prompts, run, spread
 
 from shoal import Engine, Request
 from shoal.core.audit import check_integrity
@@ -18,7 +18,7 @@ def fanout(runs: int) -> dict[str, Any]:
     """Eight branches of a 1,000-token trunk on a cold engine, sharing on and off: wall time and median TTFT."""
     trunk = prompts(1, 1000, seed=3)[0]
     tokens = [[*trunk, *branch] for branch in prompts(8, 20, seed=4)]
-    with Engine.load(MODEL) as shared, Engine.load(MODEL, prefix_sharing=False) as alone:
+    with load() as shared, load(prefix_sharing=False) as alone:
         ttft: dict[str, list[float]] = {"on": [], "off": []}
         facts: dict[str, Any] = {}
 
@@ -64,7 +64,7 @@ def second(runs: int) -> dict[str, Any]:
 def stall(runs: int) -> dict[str, Any]:
     """Eight streams decode, a 4,000-token prompt joins: the worst gap of any stream, and what throughput it costs."""
     figures: dict[str, Any] = {}
-    with Engine.load(MODEL, max_batch=9) as engine:
+    with load(max_batch=9) as engine:
         bound = engine.config.max_stall_ms
         alone, mixed, gaps = [], [], []
         prompt = prompts(1, 4000, seed=6)[0]
