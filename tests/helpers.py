@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from shoal.config import EngineConfig
-from shoal.core.scheduler import Progress, Scheduler
-from shoal.core.sequence import Sequence
+from shoal.core.scheduler import Scheduler
+from shoal.core.sequence import Progress, Sequence
 from shoal.core.stop import StopChecker
 from shoal.engine import Engine
 from shoal.intake import Intake

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from shoal.config import EngineConfig
-from shoal.core.scheduler import Progress, Scheduler
-from shoal.core.sequence import RANKS, Sequence
+from shoal.core.scheduler import Scheduler
+from shoal.core.sequence import RANKS, Progress, Sequence
 from shoal.core.stop import StopChecker
 from shoal.errors import RunnerError, ShoalError
 from shoal.intake import Admissible, Intake

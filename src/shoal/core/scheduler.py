@@ -5,28 +5,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from shoal.config import EngineConfig
 from shoal.core.kv import KVBooks
 from shoal.core.pacing import Pacer
 from shoal.core.prefix_tree import Match, common_prefix
 from shoal.core.queue import WaitingQueue
-from shoal.core.sequence import Sequence, Status
+from shoal.core.sequence import Progress, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
 from shoal.types import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What became of one sequence: new output tokens, the text they completed, and the end if it came."""
-
-    seq: Sequence
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-    finish: FinishReason | None = None
-    error: ShoalError | None = None
 
 
 class Scheduler:
@@ -153,9 +141,10 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Ends what is past its time, first."""
         self._expire(now)
-        self._make_room(now)
+        if len(self.queue):
+            self._make_room(now)
         planned: list[ScheduledSequence] = []
-        in_order = sorted(self.running, key=lambda s: (s.aged_rank, s.order))
+        in_order = sorted(self.running, key=_urgency)
         chain = self._chain(in_order)
         for seq in in_order:
             if seq.status is Status.RUNNING and seq.decoding and self._ensure(seq, len(seq.tokens) + chain - 1):
@@ -164,8 +153,10 @@ class Scheduler:
         budget = max(self.config.max_step_tokens - decodes, 0)
         if decodes:
             budget = self.pacer.prompt_budget(budget)
-        budget = self._continue_prefills(in_order, planned, budget, self._next_to_join(now) is not None)
-        copies = self._admit(now, planned, budget)
+        copies: list[tuple[BlockId, BlockId]] = []
+        if decodes < len(self.running) or len(self.queue):
+            budget = self._continue_prefills(in_order, planned, budget, self._next_to_join(now) is not None)
+            copies = self._admit(now, planned, budget)
         if not planned:
             return None
         self._step += 1
@@ -182,7 +173,7 @@ class Scheduler:
         """Preempt a lower class for a waiting higher one, when the batch or the blocks are full."""
         while self.running:
             first = next((s for s in self.queue.candidates(now) if not s.waiting_for_leader), None)
-            victim = max(self.running, key=lambda s: (s.aged_rank, s.order))
+            victim = max(self.running, key=_urgency)
             if first is None or first.rank >= victim.aged_rank:
                 return
             needed = self.kv.blocks_for(len(first.tokens) + 1)
@@ -320,7 +311,7 @@ class Scheduler:
         is in the plan already.
         """
         while not self.kv.grow(seq, tokens):
-            victim = max(self.running, key=lambda s: (s.aged_rank, s.order))
+            victim = max(self.running, key=_urgency)
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -345,7 +336,8 @@ class Scheduler:
                 decodes += 1
             else:
                 prompt_tokens += fed
-            self.kv.copied(seq)
+            if seq.copy_source is not None:
+                self.kv.copied(seq)
             seq.computed_tokens += fed
             self.queue.serve(seq, fed)
             self._advance(seq, fed, sampled.get(item.seq_id, ()), plan.chain)
@@ -367,19 +359,8 @@ class Scheduler:
             return
         if not tokens:
             return
-        kept, text, finish = [], [], None
-        for i, token in enumerate(tokens):
-            verdict = seq.checker.push(token)
-            seq.computed += 0 < i < chain  # chained tokens were fed on the device; those a grammar forced were not
-            text.append(verdict.text)
-            if verdict.is_output:
-                kept.append(token)
-                seq.tokens.append(token)
-            if verdict.reason is not None:
-                finish = verdict.reason
-                break
-        seq.computed = min(seq.computed, len(seq.tokens))
-        progress = Progress(seq, tuple(kept), "".join(text), finish)
+        progress = seq.push(tokens, chain)
+        finish = progress.finish
         if finish is not None:
             self._end(seq, finish, progress=progress)
             return
@@ -399,6 +380,10 @@ class Scheduler:
             return
         self.kv.distrust(seq)
         self._end(seq, FinishReason.ERROR, error)
+
+
+def _urgency(seq: Sequence) -> tuple[int, int]:
+    return seq.aged_rank, seq.order
 
 
 def _chunk(seq: Sequence, budget: int, others: int) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from enum import Enum
+from typing import NamedTuple
 
 from shoal.core.stop import StopChecker
+from shoal.errors import ShoalError
 from shoal.plan import BlockId, SeqId
-from shoal.types import Namespace, Receipt
+from shoal.types import FinishReason, Namespace, Receipt
 
 RANKS = {"high": 0, "normal": 1, "low": 2}
 
@@ -128,7 +130,42 @@ class Sequence:
         """Call after every change to `blocks`."""
         self._table = None
 
+    def push(self, tokens: tuple[int, ...], chain: int) -> Progress:
+        """Append new tokens to the output, up to where the stop rules end it; says what became of them.
+
+        Of several, the first `chain` were fed on the device already, each but the last; others (forced by a grammar) not.
+        """
+        if len(tokens) == 1:  # the common case, without the lists
+            verdict = self.checker.push(tokens[0])
+            if not verdict.is_output:
+                return Progress(self, (), verdict.text, verdict.reason)
+            self.tokens.append(tokens[0])
+            return Progress(self, tokens, verdict.text, verdict.reason)
+        kept, text, finish = [], [], None
+        for i, token in enumerate(tokens):
+            verdict = self.checker.push(token)
+            self.computed += 0 < i < chain
+            text.append(verdict.text)
+            if verdict.is_output:
+                kept.append(token)
+                self.tokens.append(token)
+            if verdict.reason is not None:
+                finish = verdict.reason
+                break
+        self.computed = min(self.computed, len(self.tokens))
+        return Progress(self, tuple(kept), "".join(text), finish)
+
     @property
     def receipt(self) -> Receipt:
         """What sharing saved so far."""
         return Receipt(self.cached_tokens, self.computed_tokens, self.shared_with, self.preemptions, self.miss)
+
+
+class Progress(NamedTuple):
+    """What became of one sequence: new output tokens, the text they completed, and the end if it came."""
+
+    seq: Sequence
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    finish: FinishReason | None = None
+    error: ShoalError | None = None
