@@ -133,7 +133,7 @@ class Sequence:
     def push(self, tokens: tuple[int, ...], chain: int) -> Progress:
         """Append new tokens to the output, up to where the stop rules end it; says what became of them.
 
-        Of several, the first `chain` were fed on the device already, each but the last; others (forced by a grammar) not.
+        Of several, the first `chain` were fed on the device already, all but the last; those a grammar forced were not.
         """
         if len(tokens) == 1:  # the common case, without the lists
             verdict = self.checker.push(tokens[0])
