@@ -25,7 +25,7 @@ from shoal.runners.base import Runner
 from shoal.sampling import INVALID_TOKEN
 from shoal.types import Event, Priority, Request, SamplingParams
 
-TRUNKS = (0, 40, 300, 600)  # lengths of the beginnings that requests share
+TRUNKS = (0, 20, 80, 160)  # lengths of the beginnings that requests share
 OUTPUT = 12
 
 
@@ -100,7 +100,7 @@ def make_requests(rng: random.Random, vocab: int, count: int) -> list[Request]:
     trunks = [[rng.randrange(3, vocab) for _ in range(n)] for n in TRUNKS]
     requests = []
     for i in range(count):
-        prompt = [*rng.choice(trunks), *(rng.randrange(3, vocab) for _ in range(rng.choice((1, 2, 9, 33, 120))))]
+        prompt = [*rng.choice(trunks), *(rng.randrange(3, vocab) for _ in range(rng.choice((1, 2, 9, 33, 70))))]
         sampling = SamplingParams(
             max_tokens=OUTPUT,
             temperature=rng.choice((0.0, 0.8)),
