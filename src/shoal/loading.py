@@ -17,6 +17,7 @@ from shoal.types import Message
 
 if TYPE_CHECKING:
     from shoal.models import ModelFiles, Store
+    from shoal.models.gguf import GgufModel
     from shoal.models.tokenizer import Tokenizer
 
 RUNNERS = ("native", "openvino")
@@ -47,9 +48,12 @@ class ModelCodec:
         return self.tokenizer.encode_chat(self.tokenizer.chat_template.render(messages))
 
 
-def choose_runner(config: EngineConfig, files: ModelFiles | None = None) -> tuple[str, str]:
+def choose_runner(
+    config: EngineConfig, files: ModelFiles | None = None, gguf: GgufModel | None = None
+) -> tuple[str, str]:
     """The runner to use for a model (or, without `files`, for models this package knows) on this machine, and why.
 
+    A caller that has parsed the GGUF already hands it in as `gguf` and saves the second parse.
     ConfigError for an unknown one or one that cannot do what the config asks, BackendError when it is not installed.
     """
     wanted = config.runner
@@ -61,7 +65,7 @@ def choose_runner(config: EngineConfig, files: ModelFiles | None = None) -> tupl
             f"precision is {config.precision!r}", value=config.precision, limit="auto", hint="native has one precision"
         )
     if wanted != "openvino":
-        reason = _why_not_native(config, files)
+        reason = _why_not_native(config, files, gguf)
         if reason is None:
             return "native", "kernels of our own for this CPU and model"
         if wanted == "native":
@@ -77,13 +81,13 @@ def choose_runner(config: EngineConfig, files: ModelFiles | None = None) -> tupl
     return "openvino", why
 
 
-def _why_not_native(config: EngineConfig, files: ModelFiles | None) -> str | None:
+def _why_not_native(config: EngineConfig, files: ModelFiles | None, gguf: GgufModel | None) -> str | None:
     from shoal.runners.native.runner import load_core, supports
 
     if config.precision != "auto":
         return f"precision {config.precision} was asked for"
     if files is not None:
-        return supports(files)
+        return supports(files, gguf)
     try:
         load_core()
     except BackendError as error:
@@ -97,15 +101,20 @@ def open_model(model: str, config: EngineConfig, store: Store | None = None) -> 
 
     store = store or Store()
     files = store.resolve(model)
-    choose_runner(config, files)  # what cannot run is refused before anything is loaded
-    return OpenedModel(ModelCodec(load_tokenizer(files)), partial(make_runner, files, config, store))
+    gguf = None
+    if files.kind == "gguf":  # parsed once, for the choice and for the tokenizer
+        from shoal.models.gguf import read_gguf
+
+        gguf = read_gguf(files.path)
+    name, _ = choose_runner(config, files, gguf)  # what cannot run is refused before anything is loaded
+    return OpenedModel(ModelCodec(load_tokenizer(files, gguf)), partial(make_runner, files, config, store, name))
 
 
-def make_runner(files: ModelFiles, config: EngineConfig, store: Store) -> Runner:
-    """Load a model's weights into the runner that the config asks for."""
+def make_runner(files: ModelFiles, config: EngineConfig, store: Store, name: str | None = None) -> Runner:
+    """Load a model's weights into the runner `name`, or the one that `choose_runner` takes for it."""
     kv_bytes = config.bytes_of("kv_memory")
     assert kv_bytes is not None
-    name, _ = choose_runner(config, files)
+    name = name or choose_runner(config, files)[0]
     memory_bytes = config.bytes_of("memory")
     cache_dir = store.cache_dir(files.key)
     if name == "native":
