@@ -1,9 +1,11 @@
-"""The asyncio face of the engine."""
+"""The asyncio face of the engine, and what every engine with that face shares."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -13,33 +15,70 @@ from shoal.plan import ModelSpec
 from shoal.types import Event, Request, Result
 
 
-class AsyncEngine:
-    """An `Engine` for asyncio: the event loop never waits for the model. Usable with `async with`, and closed by it.
+class AsyncFace(ABC):
+    """An engine as asyncio sees it, here or elsewhere. Usable with `async with`, and closed by it.
 
     Leaving the iteration of `generate` early, also by cancellation, aborts the request at the next token boundary.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._load: partial[Engine] | None = None
+    @property
+    @abstractmethod
+    def spec(self) -> ModelSpec:
+        """Facts about the model; known inside `async with`."""
 
-    @classmethod
-    def load(cls, model: str = "smollm2-135m", **settings: Any) -> Self:
-        """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
-        waiting = cls.__new__(cls)
-        waiting._load = partial(Engine.load, model, **settings)
-        return waiting
+    @abstractmethod
+    def generate(self, request: Request) -> AsyncIterator[Event]:
+        """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End what is in flight and let go of the model. Idempotent."""
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """What has to be waited for before the first request."""
+
+    async def complete(self, request: Request) -> Result:
+        """Run one request to its end."""
+        async for event in self.generate(request):
+            if event.result is not None:
+                return event.result
+        raise AssertionError("a request ended without a result")
 
     async def __aenter__(self) -> Self:
-        if self._load is not None:
-            self.engine = await asyncio.to_thread(self._load)
-            self._load = None
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class AsyncEngine(AsyncFace):
+    """An `Engine` for asyncio: the event loop never waits for the model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._load: partial[Engine] | None = None
+        self._mailbox: Mailbox | None = None
+
+    @classmethod
+    def load(cls, model: str = "smollm2-135m", **settings: Any) -> Self:
+        """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
+        waiting = cls.__new__(cls)
+        waiting._load = partial(Engine.load, model, **settings)
+        waiting._mailbox = None
+        return waiting
+
+    async def _open(self) -> None:
+        if self._load is not None:
+            self.engine = await asyncio.to_thread(self._load)
+            self._load = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -49,8 +88,10 @@ class AsyncEngine:
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
         events: asyncio.Queue[Event] = asyncio.Queue()
-        put = partial(_put, asyncio.get_running_loop(), events)
-        handle = await asyncio.to_thread(self.engine.submit, request, sink=put)
+        self._mailbox = mailbox = Mailbox.of_running_loop(self._mailbox)
+        self.engine.before_passes(mailbox.wake)
+        sink = mailbox.sink(events.put_nowait)
+        handle = await asyncio.to_thread(self.engine.submit, request, sink=sink)
         finished = False
         try:
             while not finished:
@@ -61,23 +102,46 @@ class AsyncEngine:
             if not finished:
                 handle.abort()
 
-    async def complete(self, request: Request) -> Result:
-        """Run one request to its end."""
-        async for event in self.generate(request):
-            if event.result is not None:
-                return event.result
-        raise AssertionError("a request ended without a result")
-
     async def close(self) -> None:
         """End what is in flight and free the model. Idempotent."""
         if self._load is None:
             await asyncio.to_thread(self.engine.close)
 
 
-def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
-    """Hand an event from the engine's thread to the event loop; nobody listens once that is closed."""
-    if not loop.is_closed():
-        try:
-            loop.call_soon_threadsafe(events.put_nowait, event)
-        except RuntimeError:  # closed between the question and the call
+class Mailbox:
+    """Events on their way from engines' threads to an event loop, which is woken once for all that a step brings."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._letters: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._woken = False
+
+    @classmethod
+    def of_running_loop(cls, known: Mailbox | None) -> Mailbox:
+        """The `known` one if it belongs to the running event loop, else a new one."""
+        loop = asyncio.get_running_loop()
+        return known if known is not None and known._loop is loop else cls(loop)
+
+    def sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
+        """A sink for `Engine.submit`; `receive` is called on the event loop's thread.
+
+        The engine must know `wake` (`Engine.before_passes`).
+        """
+        letters = self._letters
+        return lambda event: letters.append((receive, event))
+
+    def wake(self) -> None:
+        """Let the event loop take what lies here; on any thread."""
+        if self._woken or not self._letters:
             return
+        self._woken = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the event loop is closed: nobody listens
+            return
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what comes from here on wakes us again
+        while self._letters:
+            receive, event = self._letters.popleft()
+            receive(event)

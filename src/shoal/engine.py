@@ -107,12 +107,7 @@ class Engine:
         return self._loop.intake
 
     def _submit(
-        self,
-        admissible: Admissible,
-        sink: Sink | None,
-        *,
-        written: tuple[int, ...] = (),
-        prefill_only: bool = False,
+        self, admissible: Admissible, sink: Sink | None, *, written: tuple[int, ...] = (), prefill_only: bool = False
     ) -> Handle:
         handle = self._enrol(admissible, sink)
         arrival = self._loop.clock()
@@ -162,11 +157,7 @@ class Engine:
         return run_requests(self, requests, on_tokens, prefix)
 
     def fan_out(
-        self,
-        shared: Prompt,
-        branches: Sequence[Prompt],
-        on_tokens: OnTokens | None = None,
-        **fields: Any,
+        self, shared: Prompt, branches: Sequence[Prompt], on_tokens: OnTokens | None = None, **fields: Any
     ) -> Report:
         """Run one request per branch, each the shared part and then the branch's own; the shared part is computed once.
 
@@ -227,6 +218,12 @@ class Engine:
         """Take a listener back."""
         with self._lock:
             self._loop.on_step = [known for known in self._loop.on_step if known is not listener]
+
+    def before_passes(self, rouse: Callable[[], None]) -> None:
+        """Call `rouse` on the engine's thread when events are out and the device is about to compute, or to rest."""
+        with self._lock:
+            if rouse not in self._loop.on_pass:
+                self._loop.on_pass = [*self._loop.on_pass, rouse]
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far."""
@@ -335,6 +332,7 @@ class Engine:
         for name, sink in sinks.items():
             result = known.get(name) or Result(name, (), "", reason, 0, None, 0.0, 0, error=error)
             sink(Event(name, result=result))
+        self._loop.rouse()
 
     # -- the engine's thread ------------------------------------------------------------------------------------
 
@@ -376,6 +374,7 @@ class Engine:
     def _obey(self, *, wait: bool) -> None:
         """Run the commands that are there; with `wait`, at least one."""
         if wait:
+            self._loop.rouse()
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()

@@ -37,6 +37,7 @@ class Ticket:
     sampler: SamplerState
     sink: Sink
     arrival: float
+    fed: int  # tokens that need not be fed for the first time: the prompt, output of before, what passes have had
     first_token_at: float | None = None
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -79,6 +80,7 @@ class StepLoop:
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
+        self.on_pass: list[Callable[[], None]] = []  # called when the device is about to compute
         self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}  # pinned ones
         self._tickets: dict[SeqId, Ticket] = {}
         self._finished = self._cached_tokens = self._computed_tokens = 0
@@ -135,7 +137,7 @@ class StepLoop:
             prefill_only=prefill_only,
         )
         sampler = admissible.sampler(spec, self.intake.eos_ids)
-        ticket = Ticket(request_id, admissible, seq, sampler, sink, arrival)
+        ticket = Ticket(request_id, admissible, seq, sampler, sink, arrival, len(seq.tokens))
         for token in written:
             ticket.text.append(seq.checker.push(token).text)
             sampler.accept(token)
@@ -172,9 +174,10 @@ class StepLoop:
         self._release()
         if plan is None:
             self._deliver()
+            self.rouse()
             return None
-        prefill = sum(len(item.tokens) for item in plan.sequences if not self._tickets[item.seq_id].seq.decoding)
         filled = self._begin_masks(plan)
+        self.rouse()
         try:
             started = self.clock()
             output = self.runner.execute(plan)
@@ -184,18 +187,33 @@ class StepLoop:
             return None
         if filled is not None:
             filled.result()
+        decoded = self._count_new(plan)
         sampled = self._sample(plan, output)
         end = self.clock()
         self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
         self.failures = 0
         self.steps += 1
         ms = (self.clock() - begin) * 1e3
-        decoded = (plan.num_tokens - prefill) * plan.chain
-        record = StepRecord(plan.step, len(plan.sequences), prefill, decoded, ms, (executed - started) * 1e3)
+        prefill, execute_ms = plan.num_tokens - decoded, (executed - started) * 1e3
+        record = StepRecord(plan.step, len(plan.sequences), prefill, decoded * plan.chain, ms, execute_ms)
         for listener in self.on_step:
             listener(record)
         self._deliver()  # last: whoever hears of an end has the records of all its steps
         return record
+
+    def rouse(self) -> None:
+        """Let those who handle events do so now: the events of the last step are out, the device is about to work."""
+        for call in self.on_pass:
+            call()
+
+    def _count_new(self, plan: StepPlan) -> int:
+        """Output tokens that a pass fed for the first time; the rest are prompt, or computed again."""
+        new = 0
+        for item in plan.sequences:
+            ticket, end = self._tickets[item.seq_id], item.start + len(item.tokens)
+            new += max(0, end - max(ticket.fed, item.start))
+            ticket.fed = max(ticket.fed, end + plan.chain - 1)
+        return new
 
     def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
         """Let the masks of the rows this pass gives be filled while the device computes."""

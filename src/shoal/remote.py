@@ -11,9 +11,9 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from shoal.aio import AsyncFace
 from shoal.errors import (
     BackendError,
     EngineClosedError,
@@ -36,7 +36,7 @@ _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos
 _STRUCTURE = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
 
-class RemoteEngine:
+class RemoteEngine(AsyncFace):
     """Sends requests to `base_url` (it ends in `/v1`), to be batched there. Usable with `async with`, and closed by it.
 
     `generate` and `complete` behave as in `AsyncEngine`: leaving early closes the connection, and a good server stops
@@ -73,18 +73,8 @@ class RemoteEngine:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self._describe()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+    async def _open(self) -> None:
+        await self._describe()
 
     @property
     def spec(self) -> ModelSpec:
@@ -121,13 +111,6 @@ class RemoteEngine:
             yield answer.end(FinishReason.ERROR, RunnerError(f"the connection broke: {error or type(error).__name__}"))
             return
         yield answer.end()
-
-    async def complete(self, request: Request) -> Result:
-        """Run one request to its end."""
-        async for event in self.generate(request):
-            if event.result is not None:
-                return event.result
-        raise AssertionError("a request ended without a result")
 
     async def close(self) -> None:
         """Drop the connections. Idempotent."""

@@ -86,6 +86,15 @@ def test_forced_tokens_take_no_pass_of_their_own() -> None:
         assert len(wanted) == 2  # the first letter is chosen among one, the digit among ten; the end is forced
 
 
+def test_forced_tokens_count_as_output_in_the_records_of_steps() -> None:
+    with toy() as engine:
+        report = engine.run([request(1, regex="[a-z]{3}forced by the grammar[a-z]{3}"), request(2, max_tokens=9)])
+        fed = sum(result.prompt_tokens for result in report.results)
+        assert sum(step.prefill_tokens for step in report.steps) == fed
+        # The last token of an output is never fed.
+        assert sum(step.decode_tokens for step in report.steps) == report.output_tokens - len(report.results)
+
+
 def test_forced_tokens_are_computed_as_any_others() -> None:
     """What follows a forced part depends on its KV: with one pass per token the same comes out."""
     with toy() as engine:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,18 +12,20 @@ from hypothesis import strategies as st
 
 from shoal.errors import InvalidRequestError
 from shoal.runners.fake import ByteTokenizer
+from shoal.server.calljson import CallDelta
 from shoal.server.errors import ApiError
 from shoal.server.prompts import Chat, ToolStyle, chat_tokens
 from shoal.server.schemas import ChatMessage, Function, FunctionCall, NamedFunction, NamedTool, Tool, ToolCall
-from shoal.server.toolcalls import Piece, ToolCallParser, ToolCallPiece
+from shoal.server.toolcalls import Piece, ToolCallParser, WrittenCall, note_call
 from shoal.server.tools import tool_use
 from shoal.types import Request, SamplingParams
 from tests.server.live import toy
 
-CALL = ToolCallPiece("look", '{"at":"sea"}')
+CALL = ("look", '{"at": "sea"}')
 OBJECT = '{"name": "look", "arguments": {"at": "sea"}}'
 BLOCK = f"<tool_call>\n{OBJECT}\n</tool_call>"
-TEXTS: dict[str, list[Piece]] = {
+Said = str | tuple[str, str]
+TEXTS: dict[str, list[Said]] = {
     BLOCK: [CALL],
     f"Let me see.\n{BLOCK}": ["Let me see.\n", CALL],
     f"{BLOCK}\n{BLOCK}": [CALL, CALL],
@@ -35,6 +39,13 @@ TEXTS: dict[str, list[Piece]] = {
     f"[TOOL_CALLS] [{OBJECT}]": [CALL],
     '{"type": "function", "function": {"name": "look", "arguments": "{\\"at\\": \\"sea\\"}"}}': [CALL],
     '{"function": "look", "arguments": {"at": "sea"}}': [CALL],
+    '{"arguments": {"at": "sea"}, "name": "look"}': [CALL],
+    '{"arguments": "{\\"at\\": \\"sea\\"}", "id": 7, "name": "look"}': [CALL],
+    '{"id": "c1", "more": [{"}": 1}], "name": "look", "arguments": {"at": "sea"}, "x": {"y": "}"}} ok': [CALL, "ok"],
+    '{"name": "look", "arguments": "{\\"at\\": \\"\\ud83d\\ude00\\u00e9\\n\\"}"}': [("look", '{"at": "😀é\n"}')],
+    '<tool_call>{"name": "look", "arguments": {"at": "a </tool_call> in words"}}</tool_call>': [
+        ("look", '{"at": "a </tool_call> in words"}')
+    ],
     # No calls:
     "Hello": ["Hello"],
     "  Hello <tool": ["  Hello <tool"],
@@ -43,25 +54,47 @@ TEXTS: dict[str, list[Piece]] = {
     '{"name": "look", "arg': ['{"name": "look", "arg'],
     "[1, 2": ["[1, 2"],
     "<tool_call>not JSON</tool_call> after": ["<tool_call>not JSON</tool_call> after"],
-    '<tool_call>{"name": "look", "arguments": {"at": </tool_call>': [
-        '<tool_call>{"name": "look", "arguments": {"at": </tool_call>'
+    '<tool_call>{"name": "look", "arguments": [1]}</tool_call>': [
+        '<tool_call>{"name": "look", "arguments": [1]}</tool_call>'
     ],
+    '{"name": "look"} is all': ['{"name": "look"} is all'],
+    '{"name": "look", "arguments": "at the sea"}': ['{"name": "look", "arguments": "at the sea"}'],
+    f"see <tool_call>x {BLOCK}": ["see <tool_call>x ", CALL],
+    f'{{"a": {BLOCK}': ['{"a": ', CALL],
+    # Calls whose JSON went wrong: what was written of the arguments is the caller's to judge, as the API documents.
+    '<tool_call>{"name": "look", "arguments": {"at": </tool_call> so': [("look", '{"at": '), "so"],
+    f'<tool_call>{{"name": "look", "arguments": {{"at": "sea\n</tool_call>{BLOCK}': [("look", '{"at": "sea\n'), CALL],
+    '{"name": "look", "arguments": {"at": sea}}': [("look", '{"at": sea}')],
+    '{"name": "look", "arguments": {"at": "s': [("look", '{"at": "s')],
+    f"<tool_call>{OBJECT}}}}}\n</tool_call>\n{BLOCK}": [CALL, CALL],  # a bracket too many
+    f"<tool_call>{OBJECT}\n{OBJECT}</tool_call>": [CALL, CALL],
+    f"<tool_call>{OBJECT}\n{BLOCK}": [CALL, CALL],  # the first was never closed
+    f"{OBJECT[:-1]} and so on": [CALL, "and so on"],
+    f"[{OBJECT}, 5]": [CALL, "5]"],
     "": [],
     "   ": [],
 }
 
 
-def joined(pieces: list[Piece]) -> list[Piece]:
-    out: list[Piece] = []
+def joined(pieces: Iterable[Piece]) -> list[Said]:
+    """What the pieces add up to: texts, and calls as name and arguments."""
+    out: list[Said] = []
+    calls: list[WrittenCall] = []
     for piece in pieces:
-        if isinstance(piece, str) and out and isinstance(out[-1], str):
-            out[-1] += piece
-        else:
-            out.append(piece)
+        if isinstance(piece, str):
+            if out and isinstance(out[-1], str):
+                out[-1] += piece
+            else:
+                out.append(piece)
+            continue
+        call = note_call(calls, piece)
+        if piece.name is None:
+            out.pop()
+        out.append((call.name, call.arguments))
     return out
 
 
-def parse(*texts: str, max_calls: int | None = None) -> list[Piece]:
+def parse(*texts: str, max_calls: int | None = None) -> list[Said]:
     parser = ToolCallParser(["look"], max_calls)
     pieces = [piece for text in texts for piece in parser.push(text)]
     return joined([*pieces, *parser.finish()])
@@ -83,6 +116,83 @@ def test_pieces_do_not_depend_on_how_the_text_is_cut(text: str, data: st.DataObj
     whole = parse(text)
     assert parse(text[:cut], text[cut:]) == whole
     assert parse(*text) == whole
+
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=6),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=12) | st.floats(allow_nan=False, width=16),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+
+
+@st.composite
+def written_calls(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]]]:
+    """Calls in one of the formats, spelt as a model might, and their arguments."""
+    calls = draw(st.lists(ARGUMENTS, min_size=1, max_size=3))
+    style = draw(st.sampled_from(["hermes", "llama", "mistral", "function"]))
+    spelling: dict[str, Any] = {
+        "ensure_ascii": draw(st.booleans()),
+        "indent": draw(st.sampled_from([None, 1])),
+        "separators": draw(st.sampled_from([None, (",", ":")])),
+    }
+    objects = []
+    for arguments in calls:
+        given: Any = json.dumps(arguments, **spelling) if draw(st.booleans()) else arguments
+        fields = [("name", "look"), ("parameters" if style == "llama" else "arguments", given)]
+        fields += [("id", "x}")] if draw(st.booleans()) else []
+        call: dict[str, Any] = dict(draw(st.permutations(fields)))
+        objects.append(json.dumps({"type": "function", "function": call} if style == "function" else call, **spelling))
+    if style == "hermes":
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects), calls
+    if style == "mistral":
+        return f"[TOOL_CALLS] [{', '.join(objects)}]", calls
+    return "; ".join(objects), calls
+
+
+def cuts(data: st.DataObject, text: str) -> list[str]:
+    at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    return [text[begin:end] for begin, end in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+@given(written_calls(), st.data())
+def test_any_call_in_any_format_cut_anywhere_is_that_call(
+    written: tuple[str, list[dict[str, Any]]], data: st.DataObject
+) -> None:
+    text, calls = written
+    whole = parse(text)
+    assert [("look", json.loads(said[1])) for said in whole if said[0] == "look"] == [("look", call) for call in calls]
+    assert len(whole) == len(calls)
+    assert parse(*cuts(data, text)) == parse(*text) == whole
+
+
+@given(written_calls(), st.data())
+def test_calls_that_went_wrong_are_the_same_however_they_are_cut(
+    written: tuple[str, list[dict[str, Any]]], data: st.DataObject
+) -> None:
+    text = written[0]
+    for _ in range(data.draw(st.integers(1, 3))):
+        begin = data.draw(st.integers(0, len(text)))
+        end = min(len(text), begin + data.draw(st.integers(0, 3)))
+        text = text[:begin] + data.draw(st.text(alphabet='<>{}[]"\\:,u \nlt/', max_size=2)) + text[end:]
+    limit = data.draw(st.sampled_from([None, 1]))
+    whole = parse(text, max_calls=limit)
+    assert parse(*cuts(data, text), max_calls=limit) == parse(*text, max_calls=limit) == whole
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = ToolCallParser(["look"])
+    assert parser.push('<tool_call>{"name": "look", "argu') == []
+    assert parser.push('ments": ') == []
+    begun = parser.push('{"at": "s')
+    assert [(d.name, d.arguments) for d in begun if isinstance(d, CallDelta)] == [("look", ""), (None, '{"at": "s')]
+    assert parser.push("ea") == [CallDelta("ea")]
+    assert parser.push('"}') == [CallDelta('"}', done=True)]
+    assert parser.push("}\n</tool_call>") == []
+    assert parser.finish() == []
 
 
 def test_text_is_not_held_longer_than_it_may_yet_be_a_call() -> None:
@@ -130,13 +240,13 @@ def test_a_forced_call_is_always_a_call(style: ToolStyle, parallel: bool) -> Non
         for result in engine.run(requests).results:
             assert result.finish_reason == "stop", result
             parser = use.parser()
-            pieces = [*parser.push(result.text), *parser.finish()]
-            assert pieces
-            for piece in pieces:
-                assert isinstance(piece, ToolCallPiece)
-                assert piece.name in ("look", "other")
-                assert json.loads(piece.arguments)["at"] in ("sea", "sky")
-            assert parallel or len(pieces) == 1
+            calls = joined([*parser.push(result.text), *parser.finish()])
+            assert calls
+            for call in calls:
+                assert isinstance(call, tuple)
+                assert call[0] in ("look", "other")
+                assert json.loads(call[1])["at"] in ("sea", "sky")
+            assert parallel or len(calls) == 1
 
 
 @pytest.mark.parametrize("style", ToolStyle)
@@ -151,8 +261,8 @@ def test_with_a_schema_the_answer_is_a_call_or_follows_it(style: ToolStyle) -> N
             parser = use.parser()
             for piece in joined([*parser.push(result.text), *parser.finish()]):
                 kinds.add(type(piece))
-                assert isinstance(piece, ToolCallPiece) or json.loads(piece)["mood"] in ("happy", "sad")
-    assert kinds == {str, ToolCallPiece}
+                assert isinstance(piece, tuple) or json.loads(piece)["mood"] in ("happy", "sad")
+    assert kinds == {str, tuple}
 
 
 @pytest.mark.parametrize("style", ToolStyle)

@@ -24,9 +24,9 @@ from shoal.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from shoal.plan import StepPlan
+from shoal.plan import StepPlan, StepRecord
 from shoal.runners.fake import ByteTokenizer, FakeRunner
-from tests.helpers import toy_engine
+from tests.helpers import toy_engine, toy_loop
 
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -490,3 +490,38 @@ def test_async_loading_happens_on_entry() -> None:
                 pass
 
     asyncio.run(main())
+
+
+def test_what_is_computed_again_after_a_preemption_is_not_counted_as_new_output() -> None:
+    loop = toy_loop(FakeRunner())
+    records: list[StepRecord] = []
+    loop.on_step = [records.append]
+    ended: list[Event] = []
+    loop.add(
+        "a",
+        loop.intake.admit(Request(prompt="abcdef", sampling=SamplingParams(max_tokens=9, ignore_eos=True))),
+        ended.append,
+    )
+    for _ in range(4):
+        loop.step()
+    loop.scheduler.preempt_all(drop_cached=True)
+    while not loop.idle:
+        loop.step()
+    assert sum(record.decode_tokens for record in records) == 9 - 1  # the last is never fed
+    assert sum(record.prefill_tokens for record in records) == 6 + 6 + 3  # again: the prompt and the tokens fed before
+
+
+def test_who_listens_is_roused_once_a_step_and_before_the_device_computes() -> None:
+    order: list[str] = []
+    with toy_engine(FakeRunner(fault=lambda plan: order.append("pass"))) as engine:
+        engine.before_passes(lambda: order.append("rouse"))
+        requests = [Request(prompt=text, sampling=SamplingParams(max_tokens=4, ignore_eos=True)) for text in "abc"]
+        handles = [engine.submit(request, sink=lambda event: order.append("event")) for request in requests]
+        while engine.stats().finished < len(handles):
+            time.sleep(0.005)
+        time.sleep(0.05)  # idle now: the last events have roused
+    passes = [at for at, what in enumerate(order) if what == "pass"]
+    assert all(order[at - 1] == "rouse" for at in passes)
+    last = max(at for at, what in enumerate(order) if what == "event")
+    assert "rouse" in order[last:]
+    assert order.count("event") >= 12

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -18,8 +19,8 @@ from shoal.server.hub import Served
 from shoal.server.logprobs import chat_logprobs
 from shoal.server.prompts import Chat, chat_tokens, tool_style
 from shoal.server.schemas import ChatRequest
-from shoal.server.sse import DONE, KEEP_ALIVE, EventStream, event
-from shoal.server.toolcalls import Piece, ToolCallPiece
+from shoal.server.sse import ChoiceWriter, EventStream, Template, encode
+from shoal.server.toolcalls import Piece, WrittenCall, note_call
 from shoal.server.tools import ToolUse, tool_use
 from shoal.types import Event, FinishReason, Request, Result
 
@@ -48,8 +49,7 @@ async def chat_completions(api: Api, http: HttpRequest, body: ChatRequest) -> Re
     call = await api.open(http, body, lambda served: _requests(api, served, body, use), names)
     answers = [Answer(call, use, index) for index in range(count)]
     if body.stream:
-        pieces = _stream(api, call, body, answers)
-        return EventStream(pieces, call, api.config.write_timeout_s)
+        return EventStream(ChatWriter(call, body, answers), call, api.config)
     try:
         await unless_gone(disconnected(http.receive), _run(call, answers))
         return JSONResponse(_whole(call, body, answers))
@@ -82,7 +82,7 @@ class Answer:
     def __init__(self, call: Call, use: ToolUse, index: int) -> None:
         self.index = index
         self.content = ""
-        self.calls: list[ToolCallPiece] = []
+        self.calls: list[WrittenCall] = []
         self.logprobs: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self._call = call
@@ -107,14 +107,15 @@ class Answer:
             if isinstance(piece, str):
                 self.content += piece
             else:
-                self.calls.append(piece)
+                note_call(self.calls, piece)
         return pieces
 
     def finish_reason(self, result: Result) -> str:
-        """`tool_calls` whenever there is a whole one, else why the generation ended."""
-        if self.calls:
+        """`tool_calls` whenever there are whole ones, else why the generation ended."""
+        cut = result.finish_reason is FinishReason.LENGTH
+        if self.calls and (self.calls[-1].done or not cut):
             return "tool_calls"
-        return "length" if result.finish_reason is FinishReason.LENGTH else "stop"
+        return "length" if cut else "stop"
 
     def message(self) -> dict[str, Any]:
         """The whole message."""
@@ -125,7 +126,7 @@ class Answer:
         return message
 
 
-def call_object(call: ToolCallPiece) -> dict[str, Any]:
+def call_object(call: WrittenCall) -> dict[str, Any]:
     """A tool call as the API writes it."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
@@ -161,59 +162,70 @@ def _whole(call: Call, body: ChatRequest, answers: Sequence[Answer]) -> dict[str
     return {**_head(call, "chat.completion"), "choices": choices, "usage": call.usage(per_prompt=len(answers))}
 
 
-async def _stream(api: Api, call: Call, body: ChatRequest, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
-    head = _head(call, "chat.completion.chunk")
-    usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    if usage:
-        head["usage"] = None
-    begun: set[int] = set()
-    async for wave in call.waves(api.config.keepalive_s):
-        written = [KEEP_ALIVE] if not wave else []
-        for index, happened in wave:
-            for choice in _choices(call, body, answers[index], happened, first=index not in begun):
-                begun.add(index)
-                written.append(event({**head, "choices": [choice]}))
-        if written:
-            yield b"".join(written)
-    if usage:
-        yield event({**head, "choices": [], "usage": call.usage(per_prompt=len(answers))})
-    yield DONE
+class ChatWriter(ChoiceWriter):
+    """The stream of a chat."""
 
+    def __init__(self, call: Call, body: ChatRequest, answers: Sequence[Answer]) -> None:
+        super().__init__(call, _head(call, "chat.completion.chunk"), body.stream_options, len(answers))
+        self._body = body
+        self._answers = answers
+        self._begun: set[int] = set()
+        self._texts = [Template(partial(_text, answer.index)) for answer in answers]
 
-def _choices(call: Call, body: ChatRequest, answer: Answer, happened: Event, *, first: bool) -> list[dict[str, Any]]:
-    """The chunks that one event makes: the role first, then what is new, at the end the reason."""
-    known = len(answer.calls)
-    pieces = answer.take(happened)
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}] if first else []
-    for piece in pieces:
-        if isinstance(piece, str):
-            deltas.append({"content": piece})
+    def choices(self, index: int, happened: Event) -> list[str]:
+        """The role first, then what is new, at the end the reason."""
+        answer = self._answers[index]
+        choices: list[str] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            choices.append(encode(_choice(index, {"role": "assistant", "content": ""})))
+        deltas = self._deltas(answer, happened)
+        told = self._told(happened)
+        if told:
+            deltas = deltas or [{"content": ""}]
+            choices += [self._encode(index, delta) for delta in deltas[:-1]]
+            choices.append(encode({**_choice(index, deltas[-1]), **told}))
         else:
-            deltas += _call_deltas(piece, known)
-            known += 1
-    choices = [_choice(answer.index, delta) for delta in deltas]
-    if body.logprobs and happened.logprobs:
-        codec = call.served.engine.intake.codec
-        assert codec is not None
-        if len(choices) <= first:
-            choices.append(_choice(answer.index, {"content": ""}))
-        choices[-1]["logprobs"] = {"content": chat_logprobs(happened.logprobs, codec), "refusal": None}
-    if body.return_token_ids and happened.tokens:
-        if len(choices) <= first:
-            choices.append(_choice(answer.index, {"content": ""}))
-        choices[-1]["token_ids"] = list(happened.tokens)
-    if happened.result is not None:
-        choices.append({**_choice(answer.index, {}), "finish_reason": answer.finish_reason(happened.result)})
-    return choices
+            choices += [self._encode(index, delta) for delta in deltas]
+        if happened.result is not None:
+            choices.append(encode({**_choice(index, {}), "finish_reason": answer.finish_reason(happened.result)}))
+        return choices
+
+    def _encode(self, index: int, delta: dict[str, Any]) -> str:
+        text = delta.get("content")
+        return encode(_choice(index, delta)) if text is None else self._texts[index].fill(text)
+
+    @staticmethod
+    def _deltas(answer: Answer, happened: Event) -> list[dict[str, Any]]:
+        number = len(answer.calls) - 1
+        deltas: list[dict[str, Any]] = []
+        for piece in answer.take(happened):
+            if isinstance(piece, str):
+                deltas.append({"content": piece})
+                continue
+            number += piece.name is not None
+            if piece.name is not None:  # name and id first, then the arguments as they come; `index` on all
+                begin = call_object(WrittenCall(piece.id or "", piece.name))
+                deltas.append({"tool_calls": [{**begin, "index": number}]})
+            if piece.arguments:
+                more = {"index": number, "function": {"arguments": piece.arguments}}
+                deltas.append({"tool_calls": [more]})
+        return deltas
+
+    def _told(self, happened: Event) -> dict[str, Any]:
+        """What was asked for beside the text."""
+        told: dict[str, Any] = {}
+        codec = self._call.served.engine.intake.codec
+        if self._body.logprobs and happened.logprobs and codec is not None:
+            told["logprobs"] = {"content": chat_logprobs(happened.logprobs, codec), "refusal": None}
+        if self._body.return_token_ids and happened.tokens:
+            told["token_ids"] = list(happened.tokens)
+        return told
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _call_deltas(piece: ToolCallPiece, number: int) -> list[dict[str, Any]]:
-    """Name and id first, then the arguments; `index` on both."""
-    begin = {**call_object(piece), "index": number}
-    begin["function"] = {"name": piece.name, "arguments": ""}
-    more = {"index": number, "function": {"arguments": piece.arguments}}
-    return [{"tool_calls": [begin]}, {"tool_calls": [more]}]
+def _text(index: int, text: str) -> dict[str, Any]:
+    return _choice(index, {"content": text})

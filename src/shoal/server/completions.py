@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -17,7 +18,7 @@ from shoal.server.generation import Api, Call, choice_seeds, disconnected, outpu
 from shoal.server.hub import Served
 from shoal.server.logprobs import text_logprobs
 from shoal.server.schemas import CompletionRequest
-from shoal.server.sse import DONE, KEEP_ALIVE, EventStream, event
+from shoal.server.sse import ChoiceWriter, EventStream, Template, encode
 from shoal.types import Event, FinishReason, Request, Result
 
 NAMES = {
@@ -42,7 +43,7 @@ async def completions(api: Api, http: HttpRequest, body: CompletionRequest) -> R
     call = await api.open(http, body, lambda served: _requests(api, served, body, prompts), NAMES)
     texts = [Text(call, body, index, prompts[index // count]) for index in range(count * len(prompts))]
     if body.stream:
-        return EventStream(_stream(api, call, body, texts, count), call, api.config.write_timeout_s)
+        return EventStream(TextWriter(call, body, texts, count), call, api.config)
     try:
         await unless_gone(disconnected(http.receive), call.finish(lambda index, happened: texts[index].take(happened)))
         return JSONResponse(_whole(call, texts, count))
@@ -90,15 +91,14 @@ class Text:
         self._call = call
         self._body = body
         self._prompt = prompt
-        self._choices: dict[str, Any] = {}
-        self._events: list[Event] = []
+        self._begun = False
 
     def take(self, happened: Event) -> dict[str, Any]:
         """Take an event in; gives the chunk it makes."""
-        new = self._echo() + happened.text if not self._events else happened.text
+        new = happened.text if self._begun else self._echo() + happened.text
         offset = len(self.text)
         self.text += new
-        self._events.append(happened)
+        self._begun = True
         choice = self._choice(new, happened.logprobs, offset, happened.result)
         if self._body.return_token_ids:
             choice["token_ids"] = list(happened.tokens)
@@ -149,16 +149,20 @@ def _whole(call: Call, texts: Sequence[Text], count: int) -> dict[str, Any]:
     return {**_head(call), "choices": choices, "usage": call.usage(per_prompt=count)}
 
 
-async def _stream(
-    api: Api, call: Call, body: CompletionRequest, texts: Sequence[Text], count: int
-) -> AsyncIterator[bytes]:
-    head = _head(call)
-    usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    if usage:
-        head["usage"] = None
-    async for wave in call.waves(api.config.keepalive_s):
-        written = [event({**head, "choices": [texts[index].take(happened)]}) for index, happened in wave]
-        yield b"".join(written) if written else KEEP_ALIVE
-    if usage:
-        yield event({**head, "choices": [], "usage": call.usage(per_prompt=count)})
-    yield DONE
+class TextWriter(ChoiceWriter):
+    """The stream of text completions."""
+
+    def __init__(self, call: Call, body: CompletionRequest, texts: Sequence[Text], count: int) -> None:
+        super().__init__(call, _head(call), body.stream_options, count)
+        self._texts = texts
+        self._templates = [Template(partial(_plain, text.index)) for text in texts]
+
+    def choices(self, index: int, happened: Event) -> list[str]:
+        """A choice for each event."""
+        choice = self._texts[index].take(happened)
+        plain = len(choice) == 4 and choice["logprobs"] is None and choice["finish_reason"] is None
+        return [self._templates[index].fill(choice["text"]) if plain else encode(choice)]
+
+
+def _plain(index: int, text: str) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
+from shoal.aio import Mailbox
 from shoal.errors import ShoalError
 from shoal.handles import Handle
 from shoal.sampling import derive_seed
@@ -24,37 +24,10 @@ from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 T = TypeVar("T")
 Prepare = Callable[[Served], Sequence[Request]]
 Wave = list[tuple[int, Event]]
-Letter = tuple[int, Event] | None
-
-
-class Mailbox:
-    """Events on their way from the engine's thread to the event loop: one wake-up for all that a step brings."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._letters: deque[tuple[asyncio.Queue[Letter], int, Event]] = deque()
-        self._woken = False
-
-    def put(self, queue: asyncio.Queue[Letter], index: int, event: Event) -> None:
-        """Take an event in; on the engine's thread."""
-        self._letters.append((queue, index, event))
-        if self._woken:
-            return
-        self._woken = True
-        try:
-            self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the event loop is closed: nobody listens
-            return
-
-    def _deliver(self) -> None:
-        self._woken = False  # first: what comes from here on wakes us again
-        while self._letters:
-            queue, index, event = self._letters.popleft()
-            queue.put_nowait((index, event))
 
 
 class Call:
-    """The generations of one call: submitted together, their events in one queue, all gone when it is closed.
+    """The generations of one call: submitted together, their events in one place, all gone when it is closed.
 
     Closing aborts what has not ended; it never waits.
     """
@@ -67,17 +40,19 @@ class Call:
         self._handles: list[Handle] = []
         self._closed = False
         self._mailbox = api.mailbox
-        self._events: asyncio.Queue[Letter] = asyncio.Queue()
-        self._quiet = False
+        self._wave: Wave = []
+        self._waiter: asyncio.Future[None] | None = None
         self._cut: set[int] = set()
         self._written = 0
         self._released = False
 
     def submit(self, prepare: Prepare, names: Mapping[str, str]) -> None:
         """Prepare and submit all requests; on a worker thread, for templates, tokenizers and grammars take a while."""
+        engine, mailbox = self.served.engine, self._mailbox
+        engine.before_passes(mailbox.wake)
         try:
             for index, request in enumerate(prepare(self.served)):
-                handle = self.served.engine.submit(request, sink=partial(self._mailbox.put, self._events, index))
+                handle = engine.submit(request, sink=mailbox.sink(partial(self._receive, index)))
                 self._handles.append(handle)
                 if self._closed:
                     handle.abort()
@@ -85,38 +60,31 @@ class Call:
             self.abort()
             raise from_shoal(error, names) from error
 
-    async def waves(self, silence_s: float | None = None) -> AsyncIterator[Wave]:
-        """Events as they come, those that are there together; an empty wave after about that much silence.
+    def _receive(self, index: int, event: Event) -> None:
+        self._wave.append((index, event))
+        self.nudge()
 
-        Ends after the last generation has ended. ApiError for one that failed.
-        """
-        watching = asyncio.ensure_future(self._watch_silence(silence_s)) if silence_s is not None else None
-        try:
-            while len(self.results) < len(self._handles):
-                wave = await self._next()
-                for index, event in wave:
-                    self._written += len(event.tokens)
-                    if event.result is not None:
-                        self._note(index, event.result)
-                yield wave
-        finally:
-            if watching is not None:
-                watching.cancel()
+    def nudge(self) -> None:
+        """Let `next_wave` return, with nothing if nothing is there."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-    async def _next(self) -> Wave:
-        letters = [await self._events.get()]
-        while not self._events.empty():
-            letters.append(self._events.get_nowait())
-        self._quiet = False
-        return [letter for letter in letters if letter is not None]
+    @property
+    def complete(self) -> bool:
+        """True when every generation has ended."""
+        return len(self.results) == len(self._handles)
 
-    async def _watch_silence(self, silence_s: float) -> None:
-        """Bring an empty wave when nothing came for a while. One timer a stream: one per token costs more."""
-        while True:
-            self._quiet = True
-            await asyncio.sleep(silence_s)
-            if self._quiet:
-                self._events.put_nowait(None)
+    async def next_wave(self) -> Wave:
+        """The events that are there, waiting for one; ApiError when one of them tells of a failure."""
+        if not self._wave:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        wave, self._wave = self._wave, []
+        for index, event in wave:
+            self._written += len(event.tokens)
+            if event.result is not None:
+                self._note(index, event.result)
+        return wave
 
     def _note(self, index: int, result: Result) -> None:
         self.results[index] = result
@@ -133,8 +101,8 @@ class Call:
 
     async def finish(self, each: Callable[[int, Event], object]) -> None:
         """Run to the end, handing every event to `each`."""
-        async for wave in self.waves():
-            for index, event in wave:
+        while not self.complete:
+            for index, event in await self.next_wave():
                 each(index, event)
 
     def abort(self) -> None:
@@ -169,7 +137,7 @@ class Call:
 
     def check_complete(self) -> None:
         """ApiError when the client went away before the end; nobody reads it, but the log and the counters do."""
-        if len(self.results) < len(self._handles):
+        if not self.complete:
             raise ApiError(499, "the client went away", code="client_gone")
 
     def usage(self, *, per_prompt: int = 1) -> dict[str, Any]:
@@ -199,9 +167,8 @@ class Api:
     @property
     def mailbox(self) -> Mailbox:
         """Where engines put their events; made on the event loop that serves."""
-        if self._mailbox is None:
-            self._mailbox = Mailbox(asyncio.get_running_loop())
-        return self._mailbox
+        self._mailbox = mailbox = Mailbox.of_running_loop(self._mailbox)
+        return mailbox
 
     async def open(self, http: HttpRequest, body: Common, prepare: Prepare, names: Mapping[str, str]) -> Call:
         """Submit the requests of a call. ApiError when they cannot be served."""

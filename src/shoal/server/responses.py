@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from shoal.server.calljson import CallDelta
 from shoal.server.errors import ApiError, bad_request
 from shoal.server.fields import make_sampling
-from shoal.server.generation import Api, Call, disconnected, output_limit, unless_gone
+from shoal.server.generation import Api, Call, Wave, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
 from shoal.server.prompts import Chat, chat_tokens, tool_style
 from shoal.server.responses_schemas import ResponsesRequest
-from shoal.server.sse import KEEP_ALIVE, EventStream, event
-from shoal.server.toolcalls import Piece, ToolCallPiece
+from shoal.server.sse import EventStream, event
+from shoal.server.toolcalls import Piece
 from shoal.server.tools import ToolUse, tool_use
 from shoal.types import Event, FinishReason, Request
 
@@ -41,7 +42,7 @@ async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Resp
     call = await api.open(http, body, lambda served: [_request(api, served, body, use)], names)
     output = Output(call, body, use)
     if body.stream:
-        return EventStream(_stream(api, call, output), call, api.config.write_timeout_s)
+        return EventStream(ResponseWriter(call, output), call, api.config)
     try:
         await unless_gone(disconnected(http.receive), call.finish(lambda _, happened: list(output.take(happened))))
         call.check_complete()
@@ -91,22 +92,24 @@ class Output:
                 self._call.cut(0)
         told: list[dict[str, Any]] = []
         for piece in pieces:
-            told += self._say(piece) if isinstance(piece, str) else [*self._close(), *self._called(piece)]
+            told += self._say(piece) if isinstance(piece, str) else self._called(piece)
         if happened.result is not None:
             if not self.items:
                 told += self._say("")
-            told += self._close()
             cut = happened.result.finish_reason is FinishReason.LENGTH
             self.status = "incomplete" if cut else "completed"
-            if cut and self.items:
+            told += self._close(self.status)
+            if cut:
                 self.items[-1]["status"] = "incomplete"
         return told
 
     def _say(self, text: str) -> list[dict[str, Any]]:
-        told = [] if self._open is not None else self._begin_message()
+        told = [] if self._open_type == "message" else [*self._close(), *self._begin_message()]
         self._text += text
         if text:
-            told.append({"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": []})
+            assert self._open is not None
+            place = {**self._place(self._open), "content_index": 0}
+            told.append({"type": "response.output_text.delta", **place, "delta": text, "logprobs": []})
         return told
 
     def _begin_message(self) -> list[dict[str, Any]]:
@@ -115,41 +118,57 @@ class Output:
         item |= {"role": "assistant", "content": []}
         self.items.append(item)
         self._open = item
-        added = {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
-        return [added, {"type": "response.content_part.added", **self._place(), "part": _part("")}]
+        place = {**self._place(item), "content_index": 0}
+        return [self._added(item), {"type": "response.content_part.added", **place, "part": _part("")}]
 
-    def _place(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self.items) - 1, "content_index": 0}
+    @property
+    def _open_type(self) -> str | None:
+        return self._open["type"] if self._open is not None else None
 
-    def _close(self) -> list[dict[str, Any]]:
-        """End the message that is open, if one is."""
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """End the item that is open, if one is."""
         item = self._open
         if item is None:
             return []
-        place, part = self._place(), _part(self._text)
-        item.update(status="completed", content=[part])
         self._open = None
-        return [
-            {"type": "response.output_text.done", **place, "text": self._text, "logprobs": []},
-            {"type": "response.content_part.done", **place, "part": part},
-            {"type": "response.output_item.done", "output_index": place["output_index"], "item": dict(item)},
-        ]
-
-    def _called(self, piece: ToolCallPiece) -> list[dict[str, Any]]:
-        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed"}
-        item |= {"call_id": piece.id, "name": piece.name, "arguments": piece.arguments}
-        self.items.append(item)
         index = len(self.items) - 1
-        place = {"item_id": item["id"], "output_index": index}
-        begun = {**item, "status": "in_progress", "arguments": ""}
-        prefix = "response.function_call_arguments"
-        return [
-            {"type": "response.output_item.added", "output_index": index, "item": begun},
-            {"type": f"{prefix}.delta", **place, "delta": piece.arguments},
-            {"type": f"{prefix}.done", **place, "name": piece.name, "arguments": piece.arguments},
-            {"type": "response.output_item.done", "output_index": index, "item": dict(item)},
-        ]
+        item["status"] = status
+        if item["type"] == "function_call":
+            told = [{**self._place(item), "name": item["name"], "arguments": item["arguments"]}]
+            told[0] = {"type": "response.function_call_arguments.done", **told[0]}
+        else:
+            part = _part(self._text)
+            item["content"] = [part]
+            place = {**self._place(item), "content_index": 0}
+            told = [
+                {"type": "response.output_text.done", **place, "text": self._text, "logprobs": []},
+                {"type": "response.content_part.done", **place, "part": part},
+            ]
+        return [*told, {"type": "response.output_item.done", "output_index": index, "item": dict(item)}]
+
+    def _called(self, delta: CallDelta) -> list[dict[str, Any]]:
+        told = self._begin_call(delta) if delta.name is not None else []
+        item = self._open
+        assert item is not None
+        if delta.arguments:
+            item["arguments"] += delta.arguments
+            kind = "response.function_call_arguments.delta"
+            told.append({"type": kind, **self._place(item), "delta": delta.arguments})
+        return [*told, *self._close()] if delta.done else told
+
+    def _begin_call(self, delta: CallDelta) -> list[dict[str, Any]]:
+        told = self._close()
+        item: dict[str, Any] = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
+        item |= {"call_id": delta.id, "name": delta.name, "arguments": ""}
+        self.items.append(item)
+        self._open = item
+        return [*told, self._added(item)]
+
+    def _added(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self.items) - 1}
 
     def document(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """The response object."""
@@ -204,27 +223,36 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-async def _stream(api: Api, call: Call, output: Output) -> AsyncIterator[bytes]:
-    number = 0
+class ResponseWriter:
+    """The stream of a response: typed events with running numbers."""
 
-    def tell(*documents: dict[str, Any]) -> bytes:
-        nonlocal number
+    def __init__(self, call: Call, output: Output) -> None:
+        self._call = call
+        self._output = output
+        self._number = 0
+
+    def _tell(self, *documents: dict[str, Any]) -> bytes:
         written = []
         for document in documents:
-            written.append(event({**document, "sequence_number": number}, document["type"]))
-            number += 1
+            written.append(event({**document, "sequence_number": self._number}, document["type"]))
+            self._number += 1
         return b"".join(written)
 
-    begun = output.document("in_progress")
-    yield tell({"type": "response.created", "response": begun}, {"type": "response.in_progress", "response": begun})
-    try:
-        async for wave in call.waves(api.config.keepalive_s):
-            told = [document for _, happened in wave for document in output.take(happened)]
-            if told or not wave:
-                yield tell(*told) if told else KEEP_ALIVE
-    except ApiError as error:
-        call.record["error"] = error.code
-        yield tell({"type": "response.failed", "response": output.document("failed", error)})
-        return
-    status = output.status
-    yield tell({"type": f"response.{status}", "response": output.document(status)})
+    def begin(self) -> bytes:
+        """The response as it is before anything is written."""
+        begun = self._output.document("in_progress")
+        created, progress = ({"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress"))
+        return self._tell(created, progress)
+
+    def write(self, wave: Wave) -> bytes:
+        """What the events add to the output items."""
+        return self._tell(*(document for _, happened in wave for document in self._output.take(happened)))
+
+    def end(self) -> bytes:
+        """The whole response."""
+        status = self._output.status
+        return self._tell({"type": f"response.{status}", "response": self._output.document(status)})
+
+    def fail(self, error: ApiError) -> bytes:
+        """The response as far as it came, and why it ended."""
+        return self._tell({"type": "response.failed", "response": self._output.document("failed", error)})

@@ -86,6 +86,7 @@ def make_server(
         log_level="warning",
         access_log=False,
         server_header=False,
+        http="h11",  # also where httptools is installed, which is quicker and knows no limit on headers
         lifespan="off",  # the hub is closed in `shutdown`, in our order
         timeout_graceful_shutdown=int(config.drain_s + _AFTER_DRAIN_S) + 1,
         h11_max_incomplete_event_size=64 * 1024,

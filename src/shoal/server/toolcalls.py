@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+
+from shoal.server.calljson import CallDelta, CallReader, Verdict
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MARKERS = ("<|python_tag|>", "[TOOL_CALLS]")  # before bare JSON; most models hide them, as control tokens
+_WHITE = " \r\n\t"
+
+Piece = str | CallDelta
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallPiece:
-    """A whole call; `arguments` is JSON text."""
+@dataclass(slots=True)
+class WrittenCall:
+    """A call as far as it is written; `arguments` is JSON text."""
 
+    id: str
     name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}", compare=False)
+    arguments: str = ""
+    done: bool = False
 
 
-Piece = str | ToolCallPiece
+def note_call(calls: list[WrittenCall], delta: CallDelta) -> WrittenCall:
+    """Take a delta into the calls so far; gives the call it belongs to."""
+    if delta.name is not None:
+        calls.append(WrittenCall(delta.id or "", delta.name))
+    calls[-1].arguments += delta.arguments
+    calls[-1].done = delta.done
+    return calls[-1]
 
 
 class _State(Enum):
     START = "start"  # only white space so far: bare JSON may begin
     TEXT = "text"
-    BLOCK = "block"  # inside <tool_call>
-    JSON = "json"  # inside bare JSON that may be a call
+    OPENED = "opened"  # in a block or a list, or before bare JSON: an object may begin
+    OBJECT = "object"  # inside an object that may be a call
     BETWEEN = "between"  # after a call: white space and separators are nobody's text
+    DISCARD = "discard"  # in a block after its calls: up to the closing tag nothing is of use
 
 
 class ToolCallParser:
@@ -39,7 +49,8 @@ class ToolCallParser:
     Knows the formats of Hermes and Qwen (`<tool_call>{"name", "arguments"}</tool_call>`), Llama 3 (the whole answer is
     `{"name", "parameters"}`, several with `;` between them), Mistral (a list of such objects) and plain function JSON.
     Bare JSON counts as a call only if it names a tool in `names`; what looks like a call and is not comes out as text,
-    unchanged. Pieces do not depend on how the text is cut: a call comes when it is complete.
+    unchanged. A call comes as deltas, from where its arguments begin (see `CallReader`). What the pieces add up to
+    does not depend on how the text is cut.
     """
 
     def __init__(self, names: Collection[str], max_calls: int | None = None) -> None:
@@ -48,13 +59,18 @@ class ToolCallParser:
         self._max_calls = max_calls
         self._state = _State.START
         self._held = ""
-        self._span = _JsonSpan()
+        self._at = 0  # how much of it the reader has seen
+        self._reader = CallReader(None)
+        self._in_block = self._in_list = False
+        self._called = False  # in this block or list, or bare: there was a call
+        self._prefix = ""  # what led to the object; text if it is no call
         self._pieces: list[Piece] = []
 
     @property
     def full(self) -> bool:
-        """True when as many calls as allowed have come; the rest of the text is dropped."""
-        return self._max_calls is not None and self.calls >= self._max_calls
+        """True when as many calls as allowed are complete; the rest of the text is dropped."""
+        writing = self._state is _State.OBJECT and not self._reader.done
+        return self._max_calls is not None and self.calls >= self._max_calls and not writing
 
     def push(self, text: str) -> list[Piece]:
         """Take more text; give what it completed."""
@@ -66,13 +82,13 @@ class ToolCallParser:
     def finish(self) -> list[Piece]:
         """The text has ended: give what is left."""
         held, self._held = self._held, ""
+        undecided = self._state is _State.OPENED and not self._called
+        undecided = undecided or (self._state is _State.OBJECT and self._reader.verdict is Verdict.OPEN)
         if self.full:
             return []
-        if self._state is _State.BLOCK:
-            # Models sometimes stop without closing the block.
-            if not self._call(held, marked=True):
-                self._say(_OPEN + held)
-        elif self._state is _State.JSON or self._state is _State.TEXT or held.strip(" \r\n\t;"):
+        if undecided:
+            self._say(self._prefix + held)
+        elif self._state is _State.TEXT or (self._state in (_State.START, _State.BETWEEN) and held.strip(_WHITE + ";")):
             self._say(held)
         return self._take()
 
@@ -97,11 +113,13 @@ class ToolCallParser:
             return self._begin()
         if self._state is _State.TEXT:
             return self._text()
-        return self._block() if self._state is _State.BLOCK else self._json()
+        if self._state is _State.OPENED:
+            return self._opened()
+        return self._object() if self._state is _State.OBJECT else self._discard()
 
     def _begin(self) -> bool:
-        ignored = " \r\n\t;" if self._state is _State.BETWEEN else " \r\n\t"
-        seen = self._held.lstrip(ignored)
+        between = self._state is _State.BETWEEN
+        seen = self._held.lstrip(_WHITE + ";" if between else _WHITE)
         if not seen:
             return False
         for marker in (*_MARKERS, _OPEN):
@@ -112,109 +130,83 @@ class ToolCallParser:
             if marker.startswith(seen):
                 return False
         if seen[0] in "{[":
-            self._held, self._state, self._span = seen, _State.JSON, _JsonSpan()
+            before = "" if between else self._held[: len(self._held) - len(seen)]
+            self._open(before, seen, in_block=False)
         else:
-            self._held = seen if self._state is _State.BETWEEN else self._held
+            self._held = seen if between else self._held
             self._state = _State.TEXT
         return True
+
+    def _open(self, prefix: str, rest: str, *, in_block: bool) -> None:
+        self._prefix, self._held, self._in_block = prefix, rest, in_block
+        self._state, self._in_list, self._called = _State.OPENED, False, False
 
     def _text(self) -> bool:
         before, found, after = self._held.partition(_OPEN)
         if found:
             self._say(before)
-            self._held, self._state = after, _State.BLOCK
+            self._open(_OPEN, after, in_block=True)
             return True
         keep = _overlap(before, _OPEN)
         self._say(before[: len(before) - keep])
         self._held = before[len(before) - keep :]
         return False
 
-    def _block(self) -> bool:
-        body, found, after = self._held.partition(_CLOSE)
-        if not found:
+    def _opened(self) -> bool:
+        seen = self._held.lstrip(_WHITE + ",;" if self._called else _WHITE)
+        if not seen:
             return False
-        self._held, self._state = after, _State.BETWEEN
-        if not self._call(body, marked=True):
-            self._say(_OPEN + body + _CLOSE)
-            self._state = _State.TEXT
+        white = self._held[: len(self._held) - len(seen)]
+        if seen[0] == "{":
+            self._prefix, self._held, self._at = self._prefix + white, seen, 0
+            self._reader, self._state = CallReader(None if self._in_block else self._names), _State.OBJECT
+        elif seen[0] == "[" and not (self._in_list or self._called):
+            self._prefix, self._held, self._in_list = self._prefix + white + "[", seen[1:], True
+        elif not self._called:
+            self._refuse(self._held[: len(white)])
+        elif seen[0] == "]" and self._in_list:
+            self._held, self._in_list = seen[1:], False
+            self._state = _State.DISCARD if self._in_block else _State.BETWEEN
+        else:
+            self._held = seen
+            self._state = _State.DISCARD if self._in_block else _State.TEXT
         return True
 
-    def _json(self) -> bool:
-        end = self._span.end(self._held)
-        if end is None:
+    def _object(self) -> bool:
+        reader = self._reader
+        known = reader.verdict
+        self._at = reader.read(self._held, self._at)
+        self._pieces += reader.take()
+        if reader.refused:
+            self._refuse(self._held[: self._at])
+            return True
+        if reader.verdict is Verdict.CALL:
+            self.calls += known is Verdict.OPEN
+            self._held, self._at = self._held[self._at :], 0
+        if not reader.closed:
             return False
-        body, self._held = self._held[:end], self._held[end:]
-        self._state = _State.BETWEEN
-        if not self._call(body, marked=False):
-            self._say(body)
-            self._state = _State.TEXT
+        self._called, self._prefix = True, ""
+        self._state = _State.OPENED if self._in_block or self._in_list else _State.BETWEEN
         return True
 
-    def _call(self, body: str, *, marked: bool) -> bool:
-        """Take `body` for one call or a list of them; False when it is none."""
-        try:
-            value = json.loads(body)
-        except (ValueError, RecursionError):
+    def _refuse(self, seen: str) -> None:
+        """No call: what led here and `seen`, the begin of the held text, are text, and so is what follows."""
+        self._say(self._prefix + seen)
+        self._held, self._at, self._prefix, self._state = self._held[len(seen) :], 0, "", _State.TEXT
+
+    def _discard(self) -> bool:
+        ends = [(at, tag) for tag in (_CLOSE, _OPEN) if (at := self._held.find(tag)) >= 0]
+        if not ends:
+            keep = max(_overlap(self._held, _CLOSE), _overlap(self._held, _OPEN))
+            self._held = self._held[len(self._held) - keep :]
             return False
-        found = [_as_call(item) for item in (value if isinstance(value, list) else [value])]
-        calls = [call for call in found if call is not None and (marked or call.name in self._names)]
-        if not calls or len(calls) < len(found):
-            return False
-        room = len(calls) if self._max_calls is None else self._max_calls - self.calls
-        self.calls += len(calls[:room])
-        self._pieces += calls[:room]
+        at, tag = min(ends)
+        if tag == _OPEN:
+            self._open("", self._held[at + len(tag) :], in_block=True)
+            self._prefix = _OPEN
+        else:
+            self._held, self._state = self._held[at + len(tag) :], _State.BETWEEN
         return True
-
-
-class _JsonSpan:
-    """Finds the end of a JSON object or list in a text that grows."""
-
-    def __init__(self) -> None:
-        self._at = 0
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def end(self, text: str) -> int | None:
-        """Just behind the last bracket, or None as long as that has not come. `text` begins as in the last call."""
-        for at in range(self._at, len(text)):
-            character = text[at]
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at + 1
-        self._at = len(text)
-        return None
-
-
-def _as_call(value: Any) -> ToolCallPiece | None:
-    """A call in any of the spellings, or None."""
-    if not isinstance(value, dict):
-        return None
-    inner = value.get("function")
-    if isinstance(inner, dict):
-        value = inner
-    name = value.get("name", inner)
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return ToolCallPiece(name, json.dumps(arguments, ensure_ascii=False, separators=(",", ":")))
 
 
 def _overlap(text: str, marker: str) -> int:
