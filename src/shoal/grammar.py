@@ -11,14 +11,16 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BackendError, InvalidRequestError
+from shoal.schema import check_schema
 from shoal.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_TEXT = 200_000  # characters of a regular expression, a grammar, or a schema as JSON
-MAX_SCHEMA_NODES = 5_000
-MAX_SCHEMA_DEPTH = 64
-_MAX_REFS = 500
 _KEPT = 128  # compiled grammars per model
 
 # `x-guidance` inside a schema must not bring white space back, or separators that are not JSON.
@@ -41,7 +40,7 @@ _COMPACT: JsonCompileOptions = {
     "coerce_one_of": False,
 }
 
-# Eight bits of a mask as what to add to eight logits: a fifth of the time of unpacking them.
+# Eight bits of a mask as what to add to eight logits: a fifth of the time of unpacking them all.
 _BIAS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
     np.float32
 )
@@ -64,6 +63,43 @@ class Vocabulary(Protocol):
         ...
 
 
+class _Kind(Enum):
+    """What the values of a mask are."""
+
+    FORBIDDEN = "forbidden"  # the tokens that may not come
+    ALLOWED = "allowed"  # those that may
+    BIAS = "bias"  # what to add to the logits, [V]
+
+
+class _Mask(NamedTuple):
+    """A mask as it is used: where few tokens differ from the rest, these, for a pass over V numbers costs more.
+
+    After a forward pass nothing is in the cache, so that the bytes read are what counts.
+    """
+
+    kind: _Kind
+    values: NDArray[Any]
+
+
+def _mask_of(data: NDArray[np.uint8], vocab_size: int) -> _Mask:
+    """A mask from one bit per token, uint8 [V / 8]."""
+    few = max(vocab_size // 128, 8)  # bytes
+    other = np.flatnonzero(data != 255)
+    if len(other) <= few:
+        return _Mask(_Kind.FORBIDDEN, _tokens(~data[other], other, vocab_size))
+    some = np.flatnonzero(data)
+    if len(some) <= few:
+        return _Mask(_Kind.ALLOWED, _tokens(data[some], some, vocab_size))
+    return _Mask(_Kind.BIAS, _BIAS[data].reshape(-1)[:vocab_size])
+
+
+def _tokens(data: NDArray[np.uint8], places: NDArray[np.intp], vocab_size: int) -> NDArray[np.intp]:
+    """The tokens whose bits are set in the bytes at `places`."""
+    bits = np.flatnonzero(np.unpackbits(data, bitorder="little").view(np.bool_))
+    tokens: NDArray[np.intp] = places[bits >> 3] * 8 + (bits & 7)
+    return tokens[: np.searchsorted(tokens, vocab_size)]
+
+
 class Constraint:
     """Where one output stands in its grammar.
 
@@ -75,9 +111,9 @@ class Constraint:
         self.error: str | None = None
         self._matcher = matcher
         self._eos = eos
+        self._vocab_size = vocab_size
         self._words = np.zeros(-(-vocab_size // 32), np.int32)
-        self._rows = np.zeros((4 * len(self._words), 8), np.float32)
-        self._bias = self._rows.reshape(-1)[:vocab_size]
+        self._mask = _Mask(_Kind.BIAS, np.zeros(0, np.float32))
 
     def fill(self) -> None:
         """Work out the mask of the next token; on any thread, while nobody else uses this constraint."""
@@ -86,11 +122,19 @@ class Constraint:
         if self._matcher.is_error():
             self.error = self._matcher.get_error()
             words.fill(0)
-        np.take(_BIAS, words.view(np.uint8), axis=0, out=self._rows, mode="clip")
+        self._mask = _mask_of(words.view(np.uint8), self._vocab_size)
 
     def mask(self, z: NDArray[np.float32]) -> None:
         """Put -inf on every token that may not come next. `z` is float32 [V], changed in place."""
-        np.add(z, self._bias, out=z)
+        kind, values = self._mask
+        if kind is _Kind.FORBIDDEN:
+            z[values] = -np.inf
+        elif kind is _Kind.ALLOWED:
+            kept = z[values]
+            z.fill(-np.inf)
+            z[values] = kept
+        else:
+            np.add(z, values, out=z)
 
     def accept(self, token: int) -> None:
         """Move on by a token of the output."""
@@ -254,107 +298,3 @@ def _build(param: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
 def _refused(param: str, why: str) -> InvalidRequestError:
     reason = " ".join(why.split())[:500]
     return InvalidRequestError(f"{param} cannot be honoured: {reason}", param=param, hint="see docs/server.md")
-
-
-def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise InvalidRequestError for a schema that is too large, too deep, or whose every value is infinite."""
-    references: set[str] = set()
-    for nodes, (depth, node) in enumerate(_walk(schema), 1):
-        if nodes > MAX_SCHEMA_NODES:
-            raise _too_much("it has too many parts", nodes, MAX_SCHEMA_NODES)
-        if depth > MAX_SCHEMA_DEPTH:
-            raise _too_much("it is nested too deeply", depth, MAX_SCHEMA_DEPTH)
-        reference = node.get("$ref") if isinstance(node, Mapping) else None
-        if isinstance(reference, str):
-            references.add(reference)
-    if len(references) > _MAX_REFS:
-        raise _too_much("it has too many different references", len(references), _MAX_REFS)
-    if not _Ends(schema, references).ends(schema):
-        raise _too_much("every value of it contains itself, without end", None, None)
-
-
-def _too_much(why: str, value: object, limit: object) -> InvalidRequestError:
-    told = f" ({value}, the limit is {limit})" if limit is not None else ""
-    return InvalidRequestError(
-        f"json_schema cannot be honoured: {why}{told}",
-        param="json_schema",
-        value=value,
-        limit=limit,
-        hint="make the schema smaller" if limit is not None else "make the recursive part optional",
-    )
-
-
-def _walk(schema: Any) -> Iterator[tuple[int, Any]]:
-    """Every value in a document, with its depth."""
-    pending = [(1, schema)]
-    while pending:
-        depth, node = pending.pop()
-        yield depth, node
-        children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
-        pending += [(depth + 1, child) for child in children]
-
-
-class _Ends:
-    """Which schemas have a finite value: the least fixed point over the references in them.
-
-    Wrong only in the direction of letting a schema pass: what other keywords make impossible is the compiler's to say.
-    """
-
-    def __init__(self, root: Mapping[str, Any], references: set[str]) -> None:
-        self._finite: set[str] = set()
-        targets = {reference: _resolve(root, reference) for reference in references}
-        changed = True
-        while changed:
-            changed = False
-            for reference, target in targets.items():
-                if reference not in self._finite and (target is None or self.ends(target)):
-                    self._finite.add(reference)
-                    changed = True
-
-    def ends(self, schema: Any) -> bool:
-        """True when a value of the schema can be finite."""
-        if not isinstance(schema, Mapping):
-            return True
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference not in self._finite:
-            return False
-        if not all(map(self.ends, _list(schema.get("allOf")))):
-            return False
-        for key in ("anyOf", "oneOf"):
-            choices = _list(schema.get(key))
-            if choices and not any(map(self.ends, choices)):
-                return False
-        return self._object_ends(schema) and self._array_ends(schema)
-
-    def _object_ends(self, schema: Mapping[str, Any]) -> bool:
-        properties, required = schema.get("properties"), _list(schema.get("required"))
-        if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
-            return True
-        return all(self.ends(properties[name]) for name in required if isinstance(name, str) and name in properties)
-
-    def _array_ends(self, schema: Mapping[str, Any]) -> bool:
-        fewest = schema.get("minItems", 0)
-        if schema.get("type") != "array" or not isinstance(fewest, int) or fewest < 1:
-            return True
-        first = _list(schema.get("prefixItems"))[:fewest]
-        return all(map(self.ends, first)) and (len(first) >= fewest or self.ends(schema.get("items")))
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _resolve(root: Mapping[str, Any], reference: str) -> Any:
-    """What a local reference points to, or None: the compiler says what is wrong with it."""
-    if not reference.startswith("#"):
-        return None
-    node: Any = root
-    for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, Mapping) and key in node:
-            node = node[key]
-        elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-            node = node[int(key)]
-        else:
-            return None
-    return node

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from shoal.engine import Engine
 from shoal.errors import InvalidRequestError, RunnerError
-from shoal.grammar import Constraint
+from shoal.grammar import Constraint, _mask_of
 from shoal.plan import Want
 from shoal.runners.fake import FakeRunner
 from shoal.types import FinishReason, Request, SamplingParams
@@ -178,13 +180,16 @@ def test_contradictions_are_refused(fields: dict[str, Any]) -> None:
 
 
 def test_a_grammar_that_gives_up_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab_size = FakeRunner().spec.vocab_size
     fill = Constraint.fill
 
     def broken(self: Constraint) -> None:
         fill(self)
-        if self.error is None and self._bias[ord("!")] == 0:
+        probe = np.zeros(vocab_size, np.float32)
+        self.mask(probe)
+        if self.error is None and probe[ord("!")] == 0:
             self.error = "too complex"
-            self._bias[:] = -float("inf")
+            self._mask = _mask_of(np.zeros(-(-vocab_size // 8), np.uint8), vocab_size)
 
     monkeypatch.setattr(Constraint, "fill", broken)
     with toy() as engine:
@@ -228,3 +233,25 @@ def test_the_real_model_fills_a_schema(real: Live) -> None:
     assert "  " not in text
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize("size", [7, 259, 49_152, 50_001])
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.5, 0.9995, 1.0])
+def test_every_form_of_a_mask_forbids_the_same(size: int, share: float) -> None:
+    class Matcher:
+        def unsafe_compute_mask_ptr(self, place: int, count: int) -> None:
+            ctypes.memmove(place, packed.ctypes.data, count)
+
+        def is_error(self) -> bool:
+            return False
+
+    rng = np.random.default_rng(size)
+    allowed = rng.random(-(-size // 32) * 32) < share  # bits beyond the vocabulary may be set
+    packed = np.packbits(allowed, bitorder="little")
+    constraint = Constraint(Matcher(), 0, size)  # type: ignore[arg-type]
+    logits = rng.standard_normal(size, np.float32)
+    for _ in range(2):
+        constraint.fill()
+        z = logits.copy()
+        constraint.mask(z)
+        assert (z == np.where(allowed[:size], logits, -np.inf)).all()
