@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _TIERS = {Priority.HIGH: "priority", Priority.LOW: "flex"}
 _STANDARD = ("presence_penalty", "frequency_penalty", "top_p")
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+_KNOWN = ("shoal", "vllm")  # who owns the models of servers that know `_EXTENSIONS`, token ids and all of `_STRUCTURE`
 _STRUCTURE = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
 
@@ -40,9 +41,10 @@ class RemoteEngine(AsyncFace):
     """Sends requests to `base_url` (it ends in `/v1`), to be batched there. Usable with `async with`, and closed by it.
 
     `generate` and `complete` behave as in `AsyncEngine`: leaving early closes the connection, and a good server stops
-    then. Token ids come from servers that know `return_token_ids` (ours, vLLM); from others `tokens` stay empty. With
-    `extensions=False` only fields of the OpenAI API are sent, and a request that needs others is refused. `timeout_s`
-    of a request and log-probabilities are refused: the API tells neither when a request joins the batch nor ids.
+    then. Servers that say they are ours or vLLM get fields beyond the OpenAI API and tell token ids; others get only the
+    API's own, a request that needs more is refused, and `tokens` stay empty (`prompt_tokens` is 0 where the usage is
+    not told). `timeout_s` of a request and log-probabilities are refused: the API tells neither when a request joins
+    the batch nor ids.
     """
 
     def __init__(
@@ -51,11 +53,14 @@ class RemoteEngine(AsyncFace):
         model: str | None = None,
         *,
         api_key: str | None = None,
-        extensions: bool = True,
+        extensions: bool | None = None,
         connect_timeout_s: float = 10.0,
         idle_timeout_s: float = 600.0,
     ) -> None:
-        """`model` None takes the first that the server lists. `idle_timeout_s`: the longest silence of a stream."""
+        """`model` None takes the first that the server lists. `idle_timeout_s`: the longest silence of a stream.
+
+        `extensions` says whether the server knows fields beyond the OpenAI API; None: if it is ours or vLLM.
+        """
         try:
             import httpx
         except ImportError as error:
@@ -63,6 +68,7 @@ class RemoteEngine(AsyncFace):
         self._httpx = httpx
         self._model = model
         self._extensions = extensions
+        self._tells_usage = True  # until the server refuses to
         self._spec: ModelSpec | None = None
         self._seeds = random.SystemRandom()
         self._closed = False
@@ -90,20 +96,19 @@ class RemoteEngine(AsyncFace):
         if self._spec is None:
             await self._describe()
         seed = request.sampling.seed
-        seed = self._seeds.getrandbits(62) if seed is None else seed
-        path, body = self._body(request, seed)
-        headers = {"X-Request-Id": request.id} if request.id else {}
-        answer = _Answer(request.id or f"remote-{seed:x}", seed)
+        seed = self._seeds.getrandbits(31) if seed is None else seed  # some servers take no more bits
+        schema = request.sampling.json_schema is not None
+        answer = _Answer(request.id or f"remote-{seed:x}", seed, is_json=schema and not self._extensions)
         try:
             async with asyncio.timeout(request.deadline_s):
-                async with self._http.stream("POST", path, json=body, headers=headers) as response:
-                    if response.status_code != 200:
-                        await response.aread()
-                        raise _error(response, request.sampling)
+                response = await self._send(request, seed)
+                try:
                     async for line in response.aiter_lines():
                         event = answer.take(line)
                         if event is not None:
                             yield event
+                finally:
+                    await response.aclose()
         except TimeoutError:
             yield answer.end(FinishReason.TIMEOUT)
             return
@@ -111,6 +116,33 @@ class RemoteEngine(AsyncFace):
             yield answer.end(FinishReason.ERROR, RunnerError(f"the connection broke: {error or type(error).__name__}"))
             return
         yield answer.end()
+
+    async def _send(self, request: Request, seed: int) -> httpx.Response:
+        """The answer as it begins. Raises what its status means; a broken connection as httpx does."""
+        path, body = self._body(request, seed)
+        headers = {"X-Request-Id": request.id} if request.id else {}
+        kept = True
+        while True:
+            if not self._tells_usage:
+                body.pop("stream_options", None)
+            call = self._http.build_request("POST", path, json=body, headers=headers)
+            try:
+                response = await self._http.send(call, stream=True)
+            except self._httpx.RemoteProtocolError:
+                if not kept:
+                    raise
+                kept = False  # most likely the server had closed a connection that was kept: once more, on a new one
+                continue
+            if response.status_code == 200:
+                return response
+            await response.aread()
+            if (
+                response.status_code not in (400, 422)
+                or not self._tells_usage
+                or b"stream_options" not in response.content
+            ):
+                raise _error(response, request.sampling)
+            self._tells_usage = False
 
     async def close(self) -> None:
         """Drop the connections. Idempotent."""
@@ -125,17 +157,19 @@ class RemoteEngine(AsyncFace):
             raise BackendError(f"the server cannot be reached: {error or type(error).__name__}", hint=hint) from error
         if response.status_code != 200:
             raise _error(response, SamplingParams())
-        models = {model["id"]: model for model in response.json()["data"]}
+        models = _listed(response)
         name = self._model or next(iter(models), None)
         if name is None or name not in models:
             raise ModelNotFoundError(f"the server has no model {name!r}", value=name, limit=sorted(models))
         self._model = name
         facts = models[name]
+        if self._extensions is None:
+            self._extensions = facts.get("owned_by") in _KNOWN
         self._spec = ModelSpec(
             name=name,
-            architecture=facts.get("architecture", "unknown"),
+            architecture=str(facts.get("architecture", "unknown")),
             runner="remote",
-            precision=facts.get("precision", "unknown"),
+            precision=str(facts.get("precision", "unknown")),
             vocab_size=0,
             context_length=facts.get("max_model_len") or 0,
             block_size=0,
@@ -157,6 +191,8 @@ class RemoteEngine(AsyncFace):
             body["prompt_cache_key"] = f"{space.task}/{space.agent}/{space.version}"
         if request.group:
             body["user"] = request.group
+        if request.messages is None and "response_format" in body:
+            raise _unsupported("json_schema", "give messages: the API has schemas only for chats")
         if request.messages is not None:
             return "chat/completions", {**body, "messages": [dict(message) for message in request.messages]}
         prompt = request.prompt if request.prompt is not None else list(request.prompt_tokens or ())
@@ -171,7 +207,7 @@ class RemoteEngine(AsyncFace):
             value = getattr(sampling, name)
             if value != getattr(plain, name):
                 if name in _EXTENSIONS and not self._extensions:
-                    raise _unsupported(name, "the server is said to know no extensions")
+                    raise _unsupported(name, "the server is not known to have it; extensions=True says so")
                 body[name] = list(value) if isinstance(value, tuple) else value
         if sampling.stop:
             body["stop"] = list(sampling.stop)
@@ -187,15 +223,17 @@ class RemoteEngine(AsyncFace):
                 schema = {"name": "answer", "schema": value, "strict": True}
                 body["response_format"] = {"type": "json_schema", "json_schema": schema}
             elif value is not None:
-                raise _unsupported(field, "the server is said to know no extensions")
+                raise _unsupported(field, "the server is not known to have it; extensions=True says so")
         return body
 
 
 class _Answer:
     """The stream of one request, and what it adds up to."""
 
-    def __init__(self, request_id: str, seed: int) -> None:
+    def __init__(self, request_id: str, seed: int, *, is_json: bool) -> None:
+        """`is_json`: it must be, and the server is not trusted to see to it."""
         self._id = request_id
+        self._is_json = is_json
         self._seed = seed
         self._begin = time.perf_counter()
         self._first: float | None = None
@@ -207,14 +245,19 @@ class _Answer:
 
     def take(self, line: str) -> Event | None:
         """One line of the stream; an event when it brings something new."""
-        if not line.startswith("data: ") or line == "data: [DONE]":
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
             return None
-        document = json.loads(line.removeprefix("data: "))
+        try:
+            document = json.loads(data)
+        except ValueError:
+            document = {"error": f"the server sent what is not JSON: {data[:200]}"}
         if "error" in document:
-            self._error = RunnerError(str(document["error"].get("message", "the server failed")))
+            told = document["error"]
+            self._error = RunnerError(str(told.get("message", told) if isinstance(told, dict) else told))
             return None
         self._usage = document.get("usage") or self._usage
-        for choice in document.get("choices", ()):
+        for choice in document.get("choices") or ():
             reason = choice.get("finish_reason")
             if reason is not None:
                 self._reason = FinishReason.LENGTH if reason == "length" else FinishReason.STOP
@@ -232,6 +275,8 @@ class _Answer:
         error = error or self._error
         if error is None and reason is None and self._reason is None:
             error = RunnerError("the server ended the stream without a reason")
+        if error is None and self._is_json and self._reason is FinishReason.STOP and not _parses("".join(self._text)):
+            error = RunnerError("the server did not hold the answer to the schema", hint="use one that can")
         if error is not None:
             reason = FinishReason.ERROR
         details = self._usage.get("prompt_tokens_details") or {}
@@ -240,7 +285,7 @@ class _Answer:
             tokens=tuple(self._tokens),
             text="".join(self._text),
             finish_reason=reason or self._reason or FinishReason.STOP,
-            prompt_tokens=self._usage.get("prompt_tokens", 0),
+            prompt_tokens=self._usage.get("prompt_tokens") or 0,
             ttft_s=None if self._first is None else self._first - self._begin,
             latency_s=time.perf_counter() - self._begin,
             seed=self._seed,
@@ -248,6 +293,23 @@ class _Answer:
             error=error,
         )
         return Event(self._id, result=result)
+
+
+def _listed(response: httpx.Response) -> dict[str, Mapping[str, Any]]:
+    """The models that a server lists, by name."""
+    try:
+        return {str(model["id"]): model for model in response.json()["data"]}
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"what answers at {response.url} lists no models"
+        raise BackendError(message, hint="check base_url, which should end in /v1") from error
+
+
+def _parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _unsupported(param: str, hint: str) -> InvalidRequestError:

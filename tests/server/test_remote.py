@@ -20,11 +20,12 @@ from shoal.errors import (
 )
 from shoal.remote import RemoteEngine
 from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
+from tests.server.foreign import Foreign
 from tests.server.live import Live, toy
 from tests.server.test_stream import wait_for
 
 
-def remote(live: Live, work: Callable[[RemoteEngine], Coroutine[Any, Any, Any]], **options: Any) -> Any:
+def remote(live: Live | Foreign, work: Callable[[RemoteEngine], Coroutine[Any, Any, Any]], **options: Any) -> Any:
     async def run() -> Any:
         async with RemoteEngine(f"{live.url}/v1", **options) as engine:
             return await work(engine)
@@ -168,3 +169,77 @@ def test_nobody_there_is_a_clear_error() -> None:
 
     with pytest.raises(BackendError, match="cannot be reached"):
         asyncio.run(work())
+
+
+CHAT: Any = [{"role": "user", "content": "x"}]
+
+
+def test_a_foreign_server_gets_only_what_it_knows_and_need_not_tell_usage() -> None:
+    async def work(engine: RemoteEngine) -> list[Any]:
+        hints: Any = {"priority": Priority.HIGH, "namespace": Namespace("t"), "group": "g"}
+        every = SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop=("!",), logit_bias={1: 2.0})
+        chat = Request(messages=CHAT, sampling=every, **hints)
+        return [await engine.complete(request) for request in (chat, Request(prompt="x"), Request(prompt="y"))]
+
+    with Foreign() as foreign:
+        results = remote(foreign, work)
+    for result in results:
+        assert (result.text, result.finish_reason, result.error) == ("Hellothere", "stop", None)
+        assert (result.tokens, result.prompt_tokens, result.cached_tokens) == ((), 0, 0)
+        assert result.ttft_s is not None
+    assert ["stream_options" in body for body in foreign.bodies] == [True, False, False, False]  # refused once
+    assert all(body["seed"] < 2**31 for body in foreign.bodies)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 3}, {"ignore_eos": True}, {"regex": "a"}, {"grammar": "start: /a/"}, {"min_tokens": 2}]
+)
+def test_what_a_foreign_server_may_not_know_is_refused_before_it_is_sent(sampling: dict[str, Any]) -> None:
+    async def work(engine: RemoteEngine) -> None:
+        with pytest.raises(InvalidRequestError, match=next(iter(sampling))):
+            await engine.complete(Request(messages=CHAT, sampling=SamplingParams(**sampling)))
+        with pytest.raises(InvalidRequestError, match="json_schema"):
+            await engine.complete(Request(prompt="x", sampling=SamplingParams(json_schema={})))
+
+    with Foreign() as foreign:
+        remote(foreign, work)
+        assert foreign.bodies == []
+
+
+def test_a_schema_that_a_foreign_server_does_not_hold_to_is_an_error() -> None:
+    request = Request(messages=CHAT, sampling=SamplingParams(json_schema={"type": "integer"}))
+
+    async def work(engine: RemoteEngine) -> Any:
+        return await engine.complete(request)
+
+    with Foreign("4 2") as foreign:
+        assert remote(foreign, work).text == "42"
+        assert foreign.bodies[-1]["response_format"]["json_schema"]["schema"] == {"type": "integer"}
+        foreign.answer = "Sure thing"
+        ended = remote(foreign, work)
+    assert ended.finish_reason is FinishReason.ERROR
+    assert "schema" in str(ended.error)
+
+
+@pytest.mark.parametrize(
+    "words", ['{"error": "out of memory"}', '{"error": {"message": "out of memory"}}', "out of memory"]
+)
+def test_last_words_of_a_foreign_server_are_the_error(words: str) -> None:
+    async def work(engine: RemoteEngine) -> Any:
+        return await engine.complete(Request(messages=CHAT))
+
+    with Foreign() as foreign:
+        foreign.last_words = words
+        ended = remote(foreign, work)
+    assert isinstance(ended.error, RunnerError)
+    assert "out of memory" in str(ended.error)
+
+
+def test_a_field_that_a_strict_server_refuses_is_told() -> None:
+    async def work(engine: RemoteEngine) -> None:
+        with pytest.raises(InvalidRequestError, match="top_k"):
+            await engine.complete(Request(messages=CHAT, sampling=SamplingParams(top_k=3)))
+
+    with Foreign() as foreign:
+        remote(foreign, work, extensions=True)
+        assert foreign.bodies
