@@ -3,9 +3,10 @@
     pip install 'shoal[cluster]'
     python examples/ray_serve.py --model smollm2-135m --replicas 2
 
-Each replica is one engine with the whole server application. The way to it is Ray's: an ingress takes the HTTP call and
-Ray's own prefix-aware request router picks the replica, so that a prefix is computed and kept once in the cluster. A
-client that goes away ends its request in the replica, as it does with one server.
+Each replica is one engine with the whole server application. The way to it is Ray's: an ingress takes the HTTP call,
+names a session after what its prompt begins with, and Ray's consistent-hash router gives each session its replica, so
+that a prefix is computed and kept once in the cluster. A replica that is full passes calls on to the next in the ring.
+A client that goes away ends its request in the replica, as it does with one server.
 """
 
 # No `from __future__ import annotations`: Ray looks at the annotations of the ingress.
@@ -22,19 +23,19 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from starlette.responses import Response, StreamingResponse
 
-# The public name, ray.serve.llm.request_router, asks for vLLM to be installed; the class itself does not need it.
-ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter"
+# Ray's prefix-aware router would do without a key, but ray.serve.llm cannot be imported unless vLLM or SGLang is there.
+ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+KEY_CHARACTERS = 128  # of a prompt's begin: calls that agree in them go to one replica
 
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP call on its way to a replica. Ray's router reads `prompt`."""
+    """One HTTP call on its way to a replica."""
 
     method: str
     path: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
-    prompt: str
 
 
 @serve.deployment(
@@ -121,17 +122,19 @@ async def _bodies(messages: AsyncIterator[dict[str, Any]]) -> AsyncIterator[byte
         yield message.get("body", b"")
 
 
-def prompt_of(body: bytes) -> str:
-    """The text that decides where a call goes: what its prompt begins with, whatever the endpoint."""
+def session_of(body: bytes) -> str:
+    """The session a call belongs to: what its prompt begins with, whatever the endpoint; empty when it has none."""
     try:
         fields = json.loads(body)
     except ValueError:
         return ""
     if not isinstance(fields, dict):
         return ""
-    space = fields.get("prompt_cache_key") or ""  # prefixes are shared only within one
     prompt = fields.get("messages") or fields.get("prompt") or fields.get("input") or ""
-    return f"{space}{prompt if isinstance(prompt, str) else json.dumps(prompt)}"
+    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+        prompt = " ".join(str(message.get("content")) for message in prompt)
+    space = fields.get("prompt_cache_key") or ""  # prefixes are shared only within one
+    return f"{space} {str(prompt)[:KEY_CHARACTERS]}" if prompt else ""
 
 
 ingress = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -150,8 +153,8 @@ class Ingress:
         """One call."""
         body = await request.body()
         headers = [(name, value) for name, value in request.headers.raw if name != b"host"]
-        call = Call(request.method, f"/{path}", headers, body, prompt_of(body) or path or "/")
-        messages = self._replicas.options(stream=True).call.remote(call)
+        call = Call(request.method, f"/{path}", headers, body)
+        messages = self._replicas.options(stream=True, session_id=session_of(body)).call.remote(call)
         start = await anext(messages)
         pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start["headers"]]
         headers_out = {name: value for name, value in pairs if name != "x-request-id"}  # Ray adds that

@@ -41,9 +41,9 @@ class RemoteEngine(AsyncFace):
     """Sends requests to `base_url` (it ends in `/v1`), to be batched there. Usable with `async with`, and closed by it.
 
     `generate` and `complete` behave as in `AsyncEngine`: leaving early closes the connection, and a good server stops
-    then. Servers that say they are ours or vLLM get fields beyond the OpenAI API and tell token ids; others get only the
-    API's own, a request that needs more is refused, and `tokens` stay empty (`prompt_tokens` is 0 where the usage is
-    not told). `timeout_s` of a request and log-probabilities are refused: the API tells neither when a request joins
+    then. Servers that say they are ours or vLLM get fields beyond the OpenAI API and tell token ids. Others get only
+    the API's own, a request that needs more is refused, and `tokens` stay empty (`prompt_tokens` is 0 where no usage
+    is told). `timeout_s` of a request and log-probabilities are refused: the API tells neither when a request joins
     the batch nor ids.
     """
 
