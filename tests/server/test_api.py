@@ -160,6 +160,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": 100}, "n"),
     ({"stop": [1]}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop.1"),
     ({"seed": 1.5}, "seed"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 1000}}, "logit_bias"),
@@ -179,6 +181,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"no_such_field": 1}, "no_such_field"),
     ({"stream_options": {"x": 1}}, "stream_options.x"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
 ]
 
 
@@ -251,6 +254,19 @@ def test_a_schema_that_cannot_be_honoured_is_refused(live: Live, schema: dict[st
     answer = live.post("/v1/chat/completions", {"messages": [_MESSAGE], "response_format": form})
     assert answer.status_code == 400
     assert error_of(answer)["param"] == "response_format"
+
+
+@pytest.mark.parametrize("schema", BAD_STRUCTURE, ids=lambda value: json.dumps(value)[:40])
+def test_a_tool_whose_parameters_cannot_be_honoured_is_named(live: Live, schema: dict[str, Any]) -> None:
+    good = {"name": "good", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    bad = {"name": "bad", "parameters": schema}
+    tools = [{"type": "function", "function": function} for function in (good, bad)]
+    answer = live.post("/v1/chat/completions", {"messages": [_MESSAGE], "tools": tools, "tool_choice": "required"})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "tools.1.function.parameters"
+    flat = [{"type": "function", **function} for function in (good, bad)]
+    answer = live.post("/v1/responses", {"input": "hi", "tools": flat, "tool_choice": "required"})
+    assert error_of(answer)["param"] == "tools.1.parameters"
 
 
 def test_catastrophic_expressions_do_no_harm(live: Live) -> None:

@@ -58,13 +58,14 @@ async def chat_completions(api: Api, http: HttpRequest, body: ChatRequest) -> Re
 
 
 def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequence[Request]:
-    codec = served.engine.intake.codec
+    intake = served.engine.intake
+    codec = intake.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "messages")
     tokens = chat_tokens(codec, Chat(body.messages, use.shown, body.chat_template_kwargs))
     arguments = body.sampling()
     schema = body.response_format.schema_of() if body.response_format is not None else None
-    held = use.grammar(tool_style(codec), schema)
+    held = use.held(intake, tool_style(codec), schema, "tools.{}.function.parameters")
     if held and body.structured_outputs is not None:
         raise bad_request("structured_outputs contradicts response_format or tools", "structured_outputs")
     arguments.update(held)

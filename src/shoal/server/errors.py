@@ -104,7 +104,8 @@ def from_result(result: Result) -> ApiError | None:
 
 def from_validation(error: RequestValidationError) -> ApiError:
     """What is wrong with a request's body: of several faults the one that is named most closely."""
-    first = max(error.errors(), key=lambda fault: len(fault["loc"]))  # a union has a fault for each of its branches
+    # A union has a fault for each of its branches: that of the branch whose type is right says more.
+    first = max(error.errors(), key=lambda fault: (len(fault["loc"]), not fault["type"].endswith("_type")))
     kind = first["type"]
     place = _field(first["loc"])
     if kind == "json_invalid":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from shoal.types import Namespace, Priority, SamplingParams
 
-MAX_STOPS = 16
+StopString = Annotated[str, Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -97,7 +97,7 @@ class Sampled(Common):
     """Fields of chat and text completions."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
+    stop: StopString | list[StopString] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
@@ -109,12 +109,18 @@ class Sampled(Common):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
 
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise contradiction("stream_options", "needs stream to be true")
+        return self
+
     def sampling(self) -> dict[str, Any]:
         """Arguments for `SamplingParams`, without limits on length."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         structure = self.structured_outputs
         given = {
-            "stop": tuple(s for s in stop if s) if stop else None,
+            "stop": tuple(stop) if stop else None,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": {_token_id(t): bias for t, bias in self.logit_bias.items()} if self.logit_bias else None,

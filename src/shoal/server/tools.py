@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.errors import InvalidRequestError
+from shoal.grammar import GrammarCompiler
+from shoal.intake import Intake
+from shoal.schema import check_schema
 from shoal.server.errors import bad_request
 from shoal.server.prompts import ToolStyle
 from shoal.server.schemas import NamedTool, Tool
 from shoal.server.toolcalls import ToolCallParser
+from shoal.types import SamplingParams
 
 _MAX_CALLS = 8  # of one constrained answer; a small model would go on for ever
 
@@ -31,6 +36,28 @@ class ToolUse:
     def parser(self) -> ToolCallParser:
         """What finds the calls in the answer."""
         return ToolCallParser([t.function.name for t in self.shown], None if self.parallel else 1)
+
+    def held(self, intake: Intake, style: ToolStyle, schema: dict[str, Any] | None, place: str) -> dict[str, Any]:
+        """As `grammar`, and compiled: ApiError names the tool whose parameters cannot be honoured, by its `place`."""
+        arguments = self.grammar(style, schema)
+        if self.shown and arguments and intake.grammars is not None:
+            try:
+                for tool in self.shown:
+                    check_schema(tool.function.parameters or {})
+                intake.grammars.compile(SamplingParams(**arguments))
+            except InvalidRequestError:
+                self._blame(intake.grammars, place)
+                raise
+        return arguments
+
+    def _blame(self, grammars: GrammarCompiler, place: str) -> None:
+        """Raise an ApiError for the first tool of whose parameters alone no grammar can be made."""
+        for number, tool in enumerate(self.shown):
+            try:
+                grammars.compile(SamplingParams(json_schema=closed(tool.function.parameters or {})))
+            except InvalidRequestError as error:
+                param = place.format(number)
+                raise bad_request(str(error).replace("json_schema", param, 1), param) from error
 
     def grammar(self, style: ToolStyle, schema: dict[str, Any] | None = None) -> dict[str, Any]:
         """Arguments for `SamplingParams` that hold the answer to what was asked; empty when nothing was.
