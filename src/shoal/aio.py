@@ -130,15 +130,15 @@ class Mailbox:
         letters = self._letters
         return lambda event: letters.append((receive, event))
 
-    def wake(self) -> None:
-        """Let the event loop take what lies here; on any thread."""
-        if self._woken or not self._letters:
-            return
-        self._woken = True
-        try:
-            self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the event loop is closed: nobody listens
-            return
+    def wake(self) -> bool:
+        """Let the event loop take what lies here; on any thread. False once that loop is closed and nobody listens."""
+        if self._letters and not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                return False
+        return not self._loop.is_closed()
 
     def _deliver(self) -> None:
         self._woken = False  # first: what comes from here on wakes us again

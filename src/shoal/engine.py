@@ -219,11 +219,11 @@ class Engine:
         with self._lock:
             self._loop.on_step = [known for known in self._loop.on_step if known is not listener]
 
-    def before_passes(self, rouse: Callable[[], None]) -> None:
-        """Call `rouse` on the engine's thread when events are out and the device is about to compute, or to rest."""
+    def before_passes(self, rouse: Callable[[], bool]) -> None:
+        """Call `rouse` on the engine's thread when events are out and a pass is to begin, until it gives False."""
         with self._lock:
             if rouse not in self._loop.on_pass:
-                self._loop.on_pass = [*self._loop.on_pass, rouse]
+                self._loop.on_pass.append(rouse)
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far."""

@@ -80,7 +80,7 @@ class StepLoop:
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
-        self.on_pass: list[Callable[[], None]] = []  # called when the device is about to compute
+        self.on_pass: list[Callable[[], bool]] = []  # see `rouse`
         self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}  # pinned ones
         self._tickets: dict[SeqId, Ticket] = {}
         self._finished = self._cached_tokens = self._computed_tokens = 0
@@ -202,9 +202,10 @@ class StepLoop:
         return record
 
     def rouse(self) -> None:
-        """Let those who handle events do so now: the events of the last step are out, the device is about to work."""
-        for call in self.on_pass:
-            call()
+        """Let those who handle events do so: all are out, the device is about to compute. Who gives False is done."""
+        for call in tuple(self.on_pass):
+            if not call():
+                self.on_pass.remove(call)
 
     def _count_new(self, plan: StepPlan) -> int:
         """Output tokens that a pass fed for the first time; the rest are prompt, or computed again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import threading
 import time
@@ -513,15 +514,32 @@ def test_what_is_computed_again_after_a_preemption_is_not_counted_as_new_output(
 
 def test_who_listens_is_roused_once_a_step_and_before_the_device_computes() -> None:
     order: list[str] = []
+
+    def rouse() -> bool:
+        order.append("rouse")
+        return True
+
     with toy_engine(FakeRunner(fault=lambda plan: order.append("pass"))) as engine:
-        engine.before_passes(lambda: order.append("rouse"))
+        engine.before_passes(rouse)
+        engine.before_passes(rouse)
         requests = [Request(prompt=text, sampling=SamplingParams(max_tokens=4, ignore_eos=True)) for text in "abc"]
         handles = [engine.submit(request, sink=lambda event: order.append("event")) for request in requests]
         while engine.stats().finished < len(handles):
             time.sleep(0.005)
         time.sleep(0.05)  # idle now: the last events have roused
     passes = [at for at, what in enumerate(order) if what == "pass"]
-    assert all(order[at - 1] == "rouse" for at in passes)
+    assert all(order[at - 1] == "rouse" and order[at - 2 : at] != ["rouse", "rouse"] for at in passes[1:])
     last = max(at for at, what in enumerate(order) if what == "event")
     assert "rouse" in order[last:]
     assert order.count("event") >= 12
+
+
+def test_one_engine_serves_one_event_loop_after_another() -> None:
+    async def ask() -> str:
+        return (await shared.complete(Request(prompt="abc", sampling=SHORT))).text
+
+    with toy_engine() as engine:
+        shared = AsyncEngine(engine)
+        texts = [asyncio.run(ask()) for _ in range(5)]
+        assert len(set(texts)) == 1
+        assert len(engine._loop.on_pass) <= 2  # loops that are closed are forgotten
