@@ -113,7 +113,9 @@ class RemoteEngine(AsyncFace):
             yield answer.end(FinishReason.TIMEOUT)
             return
         except self._httpx.HTTPError as error:
-            yield answer.end(FinishReason.ERROR, RunnerError(f"the connection broke: {error or type(error).__name__}"))
+            yield answer.end(
+                FinishReason.ERROR, RunnerError(f"the connection broke: {str(error) or type(error).__name__}")
+            )
             return
         yield answer.end()
 
@@ -128,7 +130,7 @@ class RemoteEngine(AsyncFace):
             call = self._http.build_request("POST", path, json=body, headers=headers)
             try:
                 response = await self._http.send(call, stream=True)
-            except self._httpx.RemoteProtocolError:
+            except (self._httpx.RemoteProtocolError, self._httpx.ReadError, self._httpx.WriteError):
                 if not kept:
                     raise
                 kept = False  # most likely the server had closed a connection that was kept: once more, on a new one
@@ -154,7 +156,9 @@ class RemoteEngine(AsyncFace):
             response = await self._http.get("models")
         except self._httpx.HTTPError as error:
             hint = "check base_url, which should end in /v1"
-            raise BackendError(f"the server cannot be reached: {error or type(error).__name__}", hint=hint) from error
+            raise BackendError(
+                f"the server cannot be reached: {str(error) or type(error).__name__}", hint=hint
+            ) from error
         if response.status_code != 200:
             raise _error(response, SamplingParams())
         models = _listed(response)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -21,6 +23,8 @@ class Foreign:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.last_words = "[DONE]"
+        self.dies_every = 0  # every so many calls one is not answered and its connection closed
+        self.resets = False
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -42,6 +46,12 @@ class Foreign:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.bodies.append(body)
+                if outer.dies_every and len(outer.bodies) % outer.dies_every == 0:
+                    if outer.resets:
+                        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        self.connection.close()
+                    self.close_connection = True
+                    return
                 unknown = sorted(set(body) - known)
                 if unknown:
                     self._send(422, {"detail": f"extra fields not permitted: {unknown}"})

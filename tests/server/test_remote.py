@@ -243,3 +243,25 @@ def test_a_field_that_a_strict_server_refuses_is_told() -> None:
     with Foreign() as foreign:
         remote(foreign, work, extensions=True)
         assert foreign.bodies
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_connection_that_was_kept_and_closed_is_made_anew(reset: bool) -> None:
+    async def work(engine: RemoteEngine) -> list[Any]:
+        return [(await engine.complete(Request(messages=CHAT))).error for _ in range(4)]
+
+    with Foreign() as foreign:
+        foreign.dies_every = 2
+        foreign.resets = reset
+        assert remote(foreign, work) == [None] * 4
+
+
+def test_a_server_that_dies_every_time_is_an_error_with_words() -> None:
+    async def work(engine: RemoteEngine) -> Any:
+        return (await engine.complete(Request(messages=CHAT))).error
+
+    with Foreign() as foreign:
+        foreign.dies_every = 1
+        error = remote(foreign, work)
+    assert isinstance(error, RunnerError)
+    assert not str(error).rstrip().endswith(":")
