@@ -5,6 +5,7 @@ Synchronous and on one thread. `Engine` gives it a thread and a mailbox; tests d
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -205,7 +206,8 @@ class StepLoop:
         """Let those who handle events do so: all are out, the device is about to compute. Who gives False is done."""
         for call in tuple(self.on_pass):
             if not call():
-                self.on_pass.remove(call)
+                with contextlib.suppress(ValueError):  # the end of an engine is told from another thread
+                    self.on_pass.remove(call)
 
     def _count_new(self, plan: StepPlan) -> int:
         """Output tokens that a pass fed for the first time; the rest are prompt, or computed again."""

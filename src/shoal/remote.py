@@ -113,9 +113,7 @@ class RemoteEngine(AsyncFace):
             yield answer.end(FinishReason.TIMEOUT)
             return
         except self._httpx.HTTPError as error:
-            yield answer.end(
-                FinishReason.ERROR, RunnerError(f"the connection broke: {str(error) or type(error).__name__}")
-            )
+            yield answer.end(FinishReason.ERROR, RunnerError(f"the connection broke: {_words(error)}"))
             return
         yield answer.end()
 
@@ -138,11 +136,8 @@ class RemoteEngine(AsyncFace):
             if response.status_code == 200:
                 return response
             await response.aread()
-            if (
-                response.status_code not in (400, 422)
-                or not self._tells_usage
-                or b"stream_options" not in response.content
-            ):
+            refuses_usage = response.status_code in (400, 422) and b"stream_options" in response.content
+            if not self._tells_usage or not refuses_usage:
                 raise _error(response, request.sampling)
             self._tells_usage = False
 
@@ -156,9 +151,7 @@ class RemoteEngine(AsyncFace):
             response = await self._http.get("models")
         except self._httpx.HTTPError as error:
             hint = "check base_url, which should end in /v1"
-            raise BackendError(
-                f"the server cannot be reached: {str(error) or type(error).__name__}", hint=hint
-            ) from error
+            raise BackendError(f"the server cannot be reached: {_words(error)}", hint=hint) from error
         if response.status_code != 200:
             raise _error(response, SamplingParams())
         models = _listed(response)
@@ -306,6 +299,10 @@ def _listed(response: httpx.Response) -> dict[str, Mapping[str, Any]]:
     except (ValueError, KeyError, TypeError) as error:
         message = f"what answers at {response.url} lists no models"
         raise BackendError(message, hint="check base_url, which should end in /v1") from error
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _parses(text: str) -> bool:
