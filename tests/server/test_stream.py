@@ -189,3 +189,26 @@ def test_a_body_that_never_comes_is_408() -> None:
     with Live(toy(), body_timeout_s=0.2) as live, socket.create_connection(("127.0.0.1", live.port), 10) as wire:
         wire.sendall(begin)
         assert wire.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-A"
+_PROBE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(("before", "sent"), [(b"", b""), (b"", _HEAD), (_PROBE, _HEAD)])
+def test_a_head_that_never_comes_ends_the_connection(before: bytes, sent: bytes) -> None:
+    with Live(toy(), body_timeout_s=0.3) as live, socket.create_connection(("127.0.0.1", live.port), 10) as wire:
+        wire.sendall(before)
+        answer = b""
+        while before and not answer.endswith(b"}"):
+            answer += wire.recv(4096)
+        wire.sendall(sent)
+        begin = time.monotonic()
+        assert wire.recv(4096) == b""
+        assert time.monotonic() - begin < 3
+
+
+def test_a_long_call_outlives_the_limit_on_heads() -> None:
+    with Live(toy(step_s=0.02), body_timeout_s=0.1) as live:
+        assert live.chat(max_tokens=40).json()["usage"]["completion_tokens"] == 40
+        assert live.chat(max_tokens=4).status_code == 200  # the same connection

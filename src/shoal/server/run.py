@@ -8,8 +8,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.errors import ConfigError
 from shoal.server.app import create_app
@@ -71,6 +75,45 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+class Connection(H11Protocol):
+    """A connection that is closed when the head of a request does not come in time; it would hold a socket for ever."""
+
+    def __init__(self, *, head_timeout_s: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._head_timeout_s = head_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """A client has sent something."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self._head_timeout_s, self._give_up)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self.transport.close()
+
+
 def run(hub: ModelHub, config: ServerConfig, host: str, port: int, ready: Callable[[int], None] | None = None) -> None:
     """Serve until a signal comes. ConfigError when the address cannot be had."""
     make_server(hub, config, bind(host, port), ready).run()
@@ -86,7 +129,9 @@ def make_server(
         log_level="warning",
         access_log=False,
         server_header=False,
-        http="h11",  # also where httptools is installed, which is quicker and knows no limit on headers
+        # h11 also where httptools is installed, which is quicker and knows no limit on heads.
+        http=partial(Connection, head_timeout_s=config.body_timeout_s),  # type: ignore[arg-type]
+        ws="none",
         lifespan="off",  # the hub is closed in `shutdown`, in our order
         timeout_graceful_shutdown=int(config.drain_s + _AFTER_DRAIN_S) + 1,
         h11_max_incomplete_event_size=64 * 1024,
