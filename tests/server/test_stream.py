@@ -94,6 +94,74 @@ def test_joined_deltas_are_the_whole_answer(live: Live, fields: dict[str, Any]) 
             assert entries == choice["logprobs"]["content"]
 
 
+SEVERAL = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {
+            "type": "object",
+            "properties": {"words": {"type": "array", "items": {"enum": ["a", "b c", "\u00e9"]}, "maxItems": 4}},
+            "required": ["words"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("most", [2000, 60])
+@pytest.mark.parametrize("seed", range(4))
+def test_streamed_calls_are_the_whole_answers_calls(live: Live, seed: int, most: int) -> None:
+    fields: Any = {
+        "tools": [TOOL, SEVERAL],
+        "tool_choice": "required",
+        "temperature": 1,
+        "seed": seed,
+        "logit_bias": None,
+    }
+    [choice] = live.chat(max_tokens=most, **fields).json()["choices"]
+    calls: list[dict[str, Any]] = []
+    content, reason = "", None
+    for chunk in events(live.chat(max_tokens=most, stream=True, **fields)):
+        [told] = chunk["choices"]
+        content += told["delta"].get("content") or ""
+        reason = told["finish_reason"] or reason
+        for delta in told["delta"].get("tool_calls", ()):
+            if "id" in delta:
+                assert delta["index"] == len(calls)
+                assert delta["type"] == "function"
+                calls.append(delta["function"])
+            else:
+                assert delta["index"] == len(calls) - 1
+                assert set(delta["function"]) == {"arguments"}
+                calls[-1]["arguments"] += delta["function"]["arguments"]
+    assert calls == [call["function"] for call in choice["message"].get("tool_calls", ())]
+    assert reason == choice["finish_reason"]
+    assert content == (choice["message"]["content"] or "")
+    if most == 2000:
+        assert reason == "tool_calls"
+        assert all(json.loads(call["arguments"]) for call in calls)
+
+
+@pytest.mark.parametrize("most", [2000, 60])
+@pytest.mark.parametrize("seed", range(3))
+def test_streamed_items_of_a_response_are_the_whole_ones(live: Live, seed: int, most: int) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in (TOOL, SEVERAL)]  # type: ignore[dict-item]
+    body = {"input": "x", "tools": tools, "tool_choice": "required", "seed": seed, "max_output_tokens": most}
+    whole = live.post("/v1/responses", body).json()
+    told = events(live.post("/v1/responses", {**body, "stream": True}))
+
+    def plain(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
+
+    assert plain(told[-1]["response"]["output"]) == plain(whole["output"])
+    assert plain([e["item"] for e in told if e["type"] == "response.output_item.done"]) == plain(whole["output"])
+    for number, item in enumerate(whole["output"]):
+        if item["type"] == "function_call":
+            kind = "response.function_call_arguments.delta"
+            mine = [e["delta"] for e in told if e["type"] == kind and e["output_index"] == number]
+            assert "".join(mine) == item["arguments"]
+    assert [e["sequence_number"] for e in told] == list(range(len(told)))
+
+
 def test_comments_keep_a_silent_stream_alive() -> None:
     gate = threading.Event()
 

@@ -100,8 +100,6 @@ class Output:
             cut = happened.result.finish_reason is FinishReason.LENGTH
             self.status = "incomplete" if cut else "completed"
             told += self._close(self.status)
-            if cut:
-                self.items[-1]["status"] = "incomplete"
         return told
 
     def _say(self, text: str) -> list[dict[str, Any]]:
