@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shoal.engine import Engine
+from shoal.handles import Handle
 from shoal.plan import ModelSpec
 from shoal.types import Event, Request, Result
 
@@ -88,10 +90,8 @@ class AsyncEngine(AsyncFace):
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
         events: asyncio.Queue[Event] = asyncio.Queue()
-        self._mailbox = mailbox = Mailbox.of_running_loop(self._mailbox)
-        self.engine.before_passes(mailbox.wake)
-        sink = mailbox.sink(events.put_nowait)
-        handle = await asyncio.to_thread(self.engine.submit, request, sink=sink)
+        put = self._sink(events.put_nowait)
+        handle = await _submitted(partial(self.engine.submit, request, sink=put))
         finished = False
         try:
             while not finished:
@@ -102,10 +102,36 @@ class AsyncEngine(AsyncFace):
             if not finished:
                 handle.abort()
 
+    def _sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
+        """A sink for the engine whose events `receive` gets on the running event loop."""
+        self._mailbox = mailbox = Mailbox.of_running_loop(self._mailbox)
+        self.engine.before_passes(mailbox.wake)
+        return mailbox.sink(receive)
+
     async def close(self) -> None:
         """End what is in flight and free the model. Idempotent."""
         if self._load is None:
             await asyncio.to_thread(self.engine.close)
+
+
+async def _submitted(submit: Callable[[], Handle]) -> Handle:
+    """Submit on a thread. When this task is cancelled meanwhile, the request is aborted as soon as it is there."""
+    there: list[Handle] = []
+    gone = threading.Event()
+
+    def work() -> Handle:
+        there.append(submit())
+        if gone.is_set():
+            there[0].abort()
+        return there[0]
+
+    try:
+        return await asyncio.to_thread(work)
+    except asyncio.CancelledError:  # the thread goes on, also when the event loop does not
+        gone.set()
+        for handle in there:
+            handle.abort()
+        raise
 
 
 class Mailbox:

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from shoal.errors import (
     StoreError,
     UnsupportedModelError,
 )
+from shoal.handles import Handle
 from shoal.plan import StepPlan, StepRecord
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from tests.helpers import toy_engine, toy_loop
@@ -543,3 +545,30 @@ def test_one_engine_serves_one_event_loop_after_another() -> None:
         texts = [asyncio.run(ask()) for _ in range(5)]
         assert len(set(texts)) == 1
         assert len(engine._loop.on_pass) <= 2  # loops that are closed are forgotten
+
+
+def test_a_task_cancelled_while_it_submits_leaves_no_request() -> None:
+    async def ask(shared: AsyncEngine) -> None:
+        asking = asyncio.ensure_future(shared.complete(Request(prompt="abc", sampling=LONG)))
+        while not entered.is_set():
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        go_on.set()
+
+    entered, go_on = threading.Event(), threading.Event()
+    with toy_engine(FakeRunner(step_s=0.002)) as engine:
+        submit = engine.submit
+
+        def slow(request: Request, **options: Any) -> Handle:
+            entered.set()
+            go_on.wait(5)
+            return submit(request, **options)
+
+        engine.submit = slow  # type: ignore[method-assign]
+        asyncio.run(ask(AsyncEngine(engine)))
+        end = time.monotonic() + 5
+        while engine.stats().finished < 1:
+            assert time.monotonic() < end, "the request was left running"
+            time.sleep(0.005)
+        sound(engine)
