@@ -67,14 +67,14 @@ class AsyncEngine(AsyncFace):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._load: partial[Engine] | None = None
-        self._mailbox: Mailbox | None = None
+        self._outbox: Outbox | None = None
 
     @classmethod
     def load(cls, model: str = "smollm2-135m", **settings: Any) -> Self:
         """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
         waiting = cls.__new__(cls)
         waiting._load = partial(Engine.load, model, **settings)
-        waiting._mailbox = None
+        waiting._outbox = None
         return waiting
 
     async def _open(self) -> None:
@@ -104,9 +104,9 @@ class AsyncEngine(AsyncFace):
 
     def _sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
         """A sink for the engine whose events `receive` gets on the running event loop."""
-        self._mailbox = mailbox = Mailbox.of_running_loop(self._mailbox)
-        self.engine.before_passes(mailbox.wake)
-        return mailbox.sink(receive)
+        self._outbox = outbox = Outbox.of_running_loop(self._outbox)
+        self.engine.before_passes(outbox.wake)
+        return outbox.sink(receive)
 
     async def close(self) -> None:
         """End what is in flight and free the model. Idempotent."""
@@ -134,7 +134,7 @@ async def _submitted(submit: Callable[[], Handle]) -> Handle:
         raise
 
 
-class Mailbox:
+class Outbox:
     """Events on their way from engines' threads to an event loop, which is woken once for all that a step brings."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -143,7 +143,7 @@ class Mailbox:
         self._woken = False
 
     @classmethod
-    def of_running_loop(cls, known: Mailbox | None) -> Mailbox:
+    def of_running_loop(cls, known: Outbox | None) -> Outbox:
         """The `known` one if it belongs to the running event loop, else a new one."""
         loop = asyncio.get_running_loop()
         return known if known is not None and known._loop is loop else cls(loop)

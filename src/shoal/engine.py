@@ -358,6 +358,8 @@ class Engine:
     def _serve(self, loop: StepLoop) -> None:
         while not self._closing:
             idle = loop.idle or self._suspended
+            if idle:
+                loop.rouse()
             self._obey(wait=idle)
             if self._suspended or self._closing:
                 continue
@@ -374,7 +376,6 @@ class Engine:
     def _obey(self, *, wait: bool) -> None:
         """Run the commands that are there; with `wait`, at least one."""
         if wait:
-            self._loop.rouse()
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()

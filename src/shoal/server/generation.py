@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from shoal.aio import Mailbox
+from shoal.aio import Outbox
 from shoal.errors import ShoalError
 from shoal.handles import Handle
 from shoal.sampling import derive_seed
@@ -39,7 +39,7 @@ class Call:
         self._api = api
         self._handles: list[Handle] = []
         self._closed = False
-        self._mailbox = api.mailbox
+        self._outbox = api.outbox
         self._wave: Wave = []
         self._waiter: asyncio.Future[None] | None = None
         self._cut: set[int] = set()
@@ -48,11 +48,11 @@ class Call:
 
     def submit(self, prepare: Prepare, names: Mapping[str, str]) -> None:
         """Prepare and submit all requests; on a worker thread, for templates, tokenizers and grammars take a while."""
-        engine, mailbox = self.served.engine, self._mailbox
-        engine.before_passes(mailbox.wake)
+        engine, outbox = self.served.engine, self._outbox
+        engine.before_passes(outbox.wake)
         try:
             for index, request in enumerate(prepare(self.served)):
-                handle = engine.submit(request, sink=mailbox.sink(partial(self._receive, index)))
+                handle = engine.submit(request, sink=outbox.sink(partial(self._receive, index)))
                 self._handles.append(handle)
                 if self._closed:
                     handle.abort()
@@ -162,13 +162,13 @@ class Api:
         self.hub = hub
         self.config = config
         self.metrics = metrics
-        self._mailbox: Mailbox | None = None
+        self._outbox: Outbox | None = None
 
     @property
-    def mailbox(self) -> Mailbox:
+    def outbox(self) -> Outbox:
         """Where engines put their events; made on the event loop that serves."""
-        self._mailbox = mailbox = Mailbox.of_running_loop(self._mailbox)
-        return mailbox
+        self._outbox = outbox = Outbox.of_running_loop(self._outbox)
+        return outbox
 
     async def open(self, http: HttpRequest, body: Common, prepare: Prepare, names: Mapping[str, str]) -> Call:
         """Submit the requests of a call. ApiError when they cannot be served."""
