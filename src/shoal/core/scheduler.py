@@ -15,7 +15,7 @@ from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Progress, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
-from shoal.types import FinishReason
+from shoal.types import FinishReason, Namespace
 
 
 class Scheduler:
@@ -122,6 +122,16 @@ class Scheduler:
         """Let go of a prefix that a `prefill_only` sequence computed; its blocks stay cached while there is room."""
         self.kv.tree.release(self.pinned.pop(seq_id, []))
 
+    def expect(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
+        """A prefix will be needed in about step `due`: evicted after all that nobody expects. Undone by `forgo`."""
+        if self.config.prefix_sharing:
+            self.kv.tree.announce(self.kv.tree.path_hashes(tokens, namespace), due)
+
+    def forgo(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
+        """Take back what `expect` was told with the same arguments."""
+        if self.config.prefix_sharing:
+            self.kv.tree.withdraw(self.kv.tree.path_hashes(tokens, namespace), due)
+
     def share(self, seq: Sequence) -> None:
         """Put all KV a running sequence has so far within reach of others, its last block included."""
         if seq.status is Status.RUNNING:
@@ -202,7 +212,7 @@ class Scheduler:
     ) -> int:
         """Share the prompt budget among running prefills, and with a newcomer if there is one; returns what is left."""
         pending = [s for s in in_order if s.status is Status.RUNNING and s.behind and not s.decoding]
-        pending.sort(key=lambda s: (s.aged_rank, self.queue.service(s) if s.group else 0.0, s.order))
+        pending.sort(key=lambda s: (s.aged_rank, self.queue.service(s) if s.group else 0.0, -s.path, s.order))
         others = sum(s.behind for s in pending) + (budget if joining else 0)
         for seq in pending:
             others -= seq.behind
