@@ -55,19 +55,23 @@ class OpenTelemetrySpans:
         attributes = {"shoal.task_id": task_id, "shoal.graph": graph}
         self._run = self._tracer.start_span(f"graph {graph}", attributes=attributes)
         self._nodes: dict[str, Any] = {}
+        self._contexts: dict[str, Any] = {}  # a cancelled attempt ends after its node
 
     def begin_node(self, node: str) -> None:
         """A span below the run's."""
         context = self._api.set_span_in_context(self._run)
-        self._nodes[node] = self._tracer.start_span(f"node {node}", context, attributes={"shoal.agent_id": node})
+        span = self._tracer.start_span(f"node {node}", context, attributes={"shoal.agent_id": node})
+        self._nodes[node] = span
+        self._contexts[node] = self._api.set_span_in_context(span)
 
     def attempt(self, node: str, record: Mapping[str, Any]) -> None:
         """A span below the node's, from submission to end."""
         end = time.time_ns()
         start = end - int(record["latency_ms"] * 1e6)
-        context = self._api.set_span_in_context(self._nodes[node])
         facts = {f"shoal.{name}": value for name, value in record.items() if value is not None and name != "kind"}
-        span = self._tracer.start_span(f"attempt {record['request_id']}", context, attributes=facts, start_time=start)
+        span = self._tracer.start_span(
+            f"attempt {record['request_id']}", self._contexts[node], attributes=facts, start_time=start
+        )
         if record["outcome"] != "ok":
             span.set_status(self._api.StatusCode.ERROR, record["cause"])
         span.end(end)
