@@ -56,13 +56,20 @@ class Builder:
         """One agent over each `width` outputs of a map, again over theirs, until one is left."""
         return self._rule(agent.name, Reduce(agent, over, width, tuple(nodes_of(after))), [over], after)
 
-    def loop(self, *agents: Agent, until: Callable[[Any], bool], at_most: int, after: NodeLike = ()) -> Node:
+    def loop(
+        self,
+        *agents: Agent,
+        until: Callable[[Any], bool],
+        at_most: int,
+        after: NodeLike = (),
+        name: str | None = None,
+    ) -> Node:
         """The agents one after another, again and again, until `until(the last one's output)` or `at_most` rounds.
 
         Each agent sees what the one before it wrote. The node's output is that of the last agent of the last round.
         """
         rule = Loop(agents, until, at_most, tuple(nodes_of(after)))
-        return self._rule(f"{agents[-1].name}-loop", rule, [], after)
+        return self._rule(name or f"{agents[-1].name}-loop", rule, [], after)
 
     def branch(
         self,
@@ -71,10 +78,11 @@ class Builder:
         *,
         otherwise: Agent | None = None,
         after: NodeLike = (),
+        name: str | None = None,
     ) -> Node:
         """The agent of the case that `on` turns out to be; without such a case and `otherwise` the node is skipped."""
         rule = Branch(on, dict(cases), otherwise, tuple(nodes_of(after)))
-        return self._rule("branch", rule, [on], after)
+        return self._rule(name or "branch", rule, [on], after)
 
     def call(self, function: Callable[..., Any], *, after: NodeLike = (), name: str | None = None) -> Node:
         """A function (plain or async) of the run and the outputs of `after`: `function(run, *outputs)`.
