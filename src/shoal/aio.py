@@ -6,15 +6,18 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from shoal.engine import Engine
-from shoal.handles import Handle
+from shoal.errors import RequestError
+from shoal.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.plan import ModelSpec
-from shoal.types import Event, Request, Result
+from shoal.running import Prompt, as_request
+from shoal.types import Event, Namespace, Priority, Request, Result, SamplingParams
 
 
 class AsyncFace(ABC):
@@ -107,6 +110,50 @@ class AsyncEngine(AsyncFace):
         self._outbox = outbox = Outbox.of_running_loop(self._outbox)
         self.engine.before_passes(outbox.wake)
         return outbox.sink(receive)
+
+    async def expect(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        steps: int = 0,
+        compute: bool = False,
+        namespace: Namespace | None = None,
+        group: str = "",
+    ) -> Expectation | None:
+        """Announce the beginning that all `prompts` share; see `Engine.expect`. None when they share nothing.
+
+        With `compute` it is computed as well, in the lowest class and only as far as there is room: a refusal is not
+        an error, since whoever comes computes what is missing.
+        """
+        tokens = await asyncio.to_thread(self._shared, prompts)
+        if not tokens:
+            return None
+        expectation = self.engine.expect(tokens, steps=steps, namespace=namespace)
+        if compute:
+            fields = {"priority": Priority.LOW, "group": group, "namespace": namespace or Namespace()}
+            request = as_request(tokens, {"sampling": SamplingParams(max_tokens=1), **fields})
+            try:
+                with suppress(RequestError):
+                    (await self._pin(request)).release()
+            except BaseException:
+                expectation.release()
+                raise
+        return expectation
+
+    def _shared(self, prompts: Sequence[Prompt]) -> tuple[int, ...]:
+        return PrefixCache.longest_common_prefix([self.engine.intake.tokenize(as_request(p, {})) for p in prompts])
+
+    async def _pin(self, request: Request) -> PrefixCache:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        put = self._sink(events.put_nowait)
+        handle = await _submitted(partial(self.engine.prefill, request, sink=put))
+        try:
+            result = (await events.get()).result
+        except asyncio.CancelledError:
+            handle.abort()
+            raise
+        assert result is not None
+        return pinned_by(self.engine, handle, result)
 
     async def close(self) -> None:
         """End what is in flight and free the model. Idempotent."""
