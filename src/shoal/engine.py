@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from shoal.config import EngineConfig
 from shoal.core.sequence import Status
@@ -19,12 +18,12 @@ from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError,
 from shoal.handles import Handle, PrefixCache
 from shoal.intake import Admissible, Codec, Intake
 from shoal.loop import Sink, StepLoop
+from shoal.mailbox import Mailbox, T
 from shoal.plan import ModelSpec, StepRecord
 from shoal.runners.base import Runner
 from shoal.running import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams
 
-T = TypeVar("T")
 _MAX_FAILURES = 3  # passes that fail in a row before the engine gives up
 
 
@@ -43,7 +42,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.codec = codec
         self.failure: BaseException | None = None
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._mailbox = Mailbox()
         self._lock = threading.Lock()
         self._sinks: dict[str, Sink] = {}  # requests in flight; whoever removes one delivers its last event
         self._names = itertools.count(1)
@@ -269,7 +268,7 @@ class Engine:
         with self._lock:
             first, self._closing = not self._closing, True
         if first:
-            self._commands.put(_nothing)
+            self._mailbox.post(_nothing)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         self._stopped.set()
@@ -289,17 +288,9 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread at a token boundary and give its result, or raise what it raised."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(function())
-            except ShoalError as error:
-                done.set_exception(error)
-
         with self._lock:
             self._refuse_if_closed()
-        self._commands.put(run)
+        done = self._mailbox.ask(function)
         while True:
             try:
                 return done.result(timeout=0.5)
@@ -309,7 +300,7 @@ class Engine:
 
     def _post(self, command: Callable[[], None], name: str | None = None) -> None:
         """Hand a command to the engine's thread. When that is gone, the named request ends here."""
-        self._commands.put(command)
+        self._mailbox.post(command)
         if name is not None and (self.failure is not None or not self._thread.is_alive()):
             self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
 
@@ -359,8 +350,7 @@ class Engine:
 
     def _serve(self, loop: StepLoop) -> None:
         while not self._closing:
-            idle = loop.idle or self._suspended
-            self._obey(wait=idle)
+            self._mailbox.obey(wait=loop.idle or self._suspended)
             if self._suspended or self._closing:
                 continue
             self._step_began = time.monotonic()
@@ -370,15 +360,8 @@ class Engine:
                 return
             if loop.failures >= _MAX_FAILURES:
                 raise RunnerError(f"{loop.failures} forward passes failed in a row", limit=_MAX_FAILURES)
-        self._obey(wait=False)
+        self._mailbox.obey()
         loop.abort_all()
-
-    def _obey(self, *, wait: bool) -> None:
-        """Run the commands that are there; with `wait`, at least one."""
-        if wait:
-            self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
 
     def _watchdog(self) -> None:
         """End everything when one pass takes longer than `watchdog_s`: a hung backend must not hang its callers."""

@@ -14,7 +14,7 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 BASE = {"types", "errors", "plan", "config"}
-ENGINE = {"sampling", "grammar", "intake", "record", "loop", "handles", "running", "state", "engine"}
+ENGINE = {"sampling", "grammar", "intake", "record", "loop", "mailbox", "handles", "running", "state", "engine"}
 MAY_SEE = {
     "errors": set(),
     "types": {"errors", "plan"},
