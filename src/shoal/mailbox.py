@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -41,3 +42,13 @@ class Mailbox:
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
+
+    def obey_for(self, seconds: float, *, until: Callable[[], bool]) -> None:
+        """Run commands as they come for that long, or until one of them has made `until` true."""
+        end = time.monotonic() + seconds
+        while not until() and (left := end - time.monotonic()) > 0:
+            try:
+                command = self._commands.get(timeout=left)
+            except queue.Empty:
+                return
+            command()

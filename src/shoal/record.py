@@ -89,6 +89,11 @@ class RecordingScheduler(Scheduler):
         self._write("unpin", seq_id=seq_id)
         super().unpin(seq_id)
 
+    def defer(self, deferring: bool) -> None:
+        """Log and do."""
+        self._write("defer", deferring=deferring)
+        super().defer(deferring)
+
     def preempt_all(self, *, drop_cached: bool = False) -> None:
         """Log and do."""
         self._write("preempt_all", drop_cached=drop_cached)
@@ -177,6 +182,7 @@ class _Replay:
             "schedule": self._schedule,
             "poison": lambda e: self._scheduler.poison(e["seq_id"], ShoalError(e["error"])),
             "unpin": lambda e: self._scheduler.unpin(e["seq_id"]),
+            "defer": lambda e: self._scheduler.defer(e["deferring"]),
             "preempt_all": lambda e: self._scheduler.preempt_all(drop_cached=e["drop_cached"]),
             "share": lambda e: self._scheduler.share(self._sequences[e["seq_id"]]),
         }

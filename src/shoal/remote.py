@@ -19,6 +19,7 @@ from shoal.errors import (
     EngineClosedError,
     InvalidRequestError,
     ModelNotFoundError,
+    PowerLimitError,
     PromptTooLongError,
     QueueFullError,
     RunnerError,
@@ -290,6 +291,9 @@ def _error(response: httpx.Response, sampling: SamplingParams) -> ShoalError:
     if status in (400, 413, 422):
         named = next((f for f in _STRUCTURE if getattr(sampling, f) is not None), "structured_outputs")
         return InvalidRequestError(message, param=named if param == "structured_outputs" else param or "request")
+    if status == 503 and code == "power_limit":
+        retry = float(response.headers.get("retry-after", "1"))
+        return PowerLimitError(message.split(": retry in")[0], value=None, limit=None, retry_after_s=retry)
     if status == 503:
         return EngineClosedError(message)
     return RunnerError(f"the server answered {status}: {message}")

@@ -14,7 +14,19 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 BASE = {"types", "errors", "plan", "config"}
-ENGINE = {"sampling", "grammar", "intake", "record", "loop", "mailbox", "handles", "running", "state", "engine"}
+ENGINE = {
+    "sampling",
+    "grammar",
+    "intake",
+    "record",
+    "loop",
+    "mailbox",
+    "handles",
+    "running",
+    "state",
+    "watchdog",
+    "engine",
+}
 MAY_SEE = {
     "errors": set(),
     "types": {"errors", "plan"},
@@ -25,7 +37,8 @@ MAY_SEE = {
     "grammar": BASE,
     "models": BASE,
     "runners": BASE | {"models"},
-    **{name: BASE | ENGINE | {"core", "runners.base"} for name in ENGINE - {"sampling", "grammar"}},
+    "power": BASE,
+    **{name: BASE | ENGINE | {"core", "power", "runners.base"} for name in ENGINE - {"sampling", "grammar"}},
     "loading": BASE | ENGINE | {"models", "runners"},
     "aio": BASE | {"engine"},
 }
