@@ -186,7 +186,7 @@ def test_records_are_json_listeners_hear_all_and_memory_is_bounded() -> None:
     assert len(bench.governor.decisions) == 1000
     bench.governor.unlisten(heard.append)
     record = json.loads(json.dumps(heard[0].record()))
-    assert record["kind"] == "power"
+    assert (record["kind"], record["decision"]) == ("decision", "governor")
     assert (record["action"], record["level"], record["sensor"], record["value"]) == (
         "pace",
         "critical",

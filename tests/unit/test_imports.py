@@ -41,7 +41,7 @@ MAY_SEE = {
     **{name: BASE | ENGINE | {"core", "power", "runners.base"} for name in ENGINE - {"sampling", "grammar"}},
     "loading": BASE | ENGINE | {"models", "runners"},
     "aio": BASE | {"engine", "handles", "running"},
-    "agents": BASE | ENGINE | {"aio"},
+    "agents": BASE | ENGINE | {"aio", "remote"},
 }
 LAZY = {("engine", "loading"), ("engine", "state")}
 """Imported inside a function, so that they load only when used: they see the engine, and it calls them."""

@@ -96,8 +96,8 @@ class Decision:
     request_id: str = ""
 
     def record(self) -> dict[str, Any]:
-        """As a record of a trace, ready for JSON; `kind` tells it from others."""
-        return {"kind": "power", **asdict(self), "level": str(self.level)}
+        """As a record of a trace, ready for JSON; `decision` tells it from others."""
+        return {"kind": "decision", "decision": "governor", **asdict(self), "level": str(self.level)}
 
     def __str__(self) -> str:
         return f"{self.action} at {self.level} (duty {self.duty:g}): {self.cause}"
