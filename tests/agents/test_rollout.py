@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shoal import AsyncEngine, FinishReason, Request, SamplingParams
+from shoal.agents import Agent, Graph
 from shoal.agents.engines import LocalEngine
 from shoal.agents.rollout import Rollout, fraction
 from shoal.agents.rollout_plan import RolloutPlan, read_plan
@@ -49,7 +50,7 @@ class Bench:
         return self.loaded[-1]
 
     def told(self, *decisions: str) -> list[dict[str, Any]]:
-        return [record for record in self.trace.records if record["action"] in decisions]
+        return [record for record in self.trace.records if record.get("action") in decisions]
 
     async def ask(self, count: int, prefix: str = "task", **fields: Any) -> list[Any]:
         requests = [Request(prompt="q", group=f"{prefix}-{i}", **{"sampling": SHORT, **fields}) for i in range(count)]
@@ -371,3 +372,26 @@ def test_a_hung_engine_whose_callers_give_up_counts_as_failing(tmp_path: Path) -
         assert bench.rollout.describe()["candidate"] == {"requests": 1, "success": 0.0, "median_ms": None}
 
     bench.run(work)
+
+
+def test_a_graph_runs_on_it_unchanged_and_all_its_agents_on_one_side(tmp_path: Path) -> None:
+    graph = Graph(shared="the rules")
+    writers = graph.map(Agent("writer", task="{item}", sampling=SHORT, timeout_s=5), over=["a", "b", "c"])
+    graph.add(Agent("editor", task="merge", sampling=SHORT), after=writers)
+    bench = Bench(tmp_path, share=0.5)
+
+    async def work() -> None:
+        for task in [f"task-{i}" for i in range(8)]:
+            before = bench.loaded[0].engine.stats().finished
+            result = await graph.run(bench.rollout, trace=bench.trace, task_id=task)
+            assert result.ok
+            there = bench.loaded[0].engine.stats().finished - before
+            assert bool(there) == (fraction(task) < 0.5)
+        sides = {record["task_id"]: record["side"] for record in bench.told("assign")}
+        assert set(sides.values()) == {"candidate", "stable"}
+
+    async def main() -> None:
+        async with bench.rollout:
+            await work()
+
+    asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal import Engine, EngineConfig, FinishReason, Priority, Request, SamplingParams
+from shoal import AsyncEngine, Engine, EngineConfig, FinishReason, Priority, Request, SamplingParams
+from shoal.agents import Agent, Graph, Trace, retry
 from shoal.core.audit import check_integrity
 from shoal.errors import PowerLimitError
 from shoal.power import Action, Governor, Level, PowerPolicy, SimulatedSensor
@@ -134,3 +136,26 @@ def test_without_a_governor_nothing_of_it_is_imported() -> None:
     code += "print([m for m in sys.modules if m.startswith('shoal.power')])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.strip() == "[]"
+
+
+def test_agents_try_again_when_the_machine_has_cooled() -> None:
+    sensor = SimulatedSensor(Level.CRITICAL)
+    trace = Trace()
+    graph = Graph()
+    graph.add(Agent("one", task="say", sampling=SHORT, on_failure=retry(5, backoff_s=0.01)))
+
+    async def run(engine: Engine) -> None:
+        running = asyncio.ensure_future(graph.run(AsyncEngine(engine), trace=trace))
+        while not any(record["kind"] == "attempt" for record in trace.records):
+            await asyncio.sleep(0.01)
+        sensor.level = Level.NOMINAL
+        assert (await running).ok
+
+    with governed(sensor) as engine:
+        assert engine.governor is not None
+        engine.governor.listen(lambda decision: trace.write(decision.record()))
+        asyncio.run(run(engine))
+    attempts = [record for record in trace.records if record["kind"] == "attempt"]
+    assert (attempts[0]["outcome"], attempts[-1]["outcome"]) == ("failed", "ok")
+    assert "the machine is at its limit" in attempts[0]["cause"]
+    assert "refused" in {record["action"] for record in trace.records if record.get("decision") == "governor"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -89,8 +88,10 @@ def read_plan(source: str | Path) -> RolloutPlan:
 
 
 def _fetched(url: str) -> bytes:
+    from urllib.request import urlopen  # here: it is slow to import, and most plans are files
+
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+        with urlopen(url, timeout=_TIMEOUT_S) as answer:
             return bytes(answer.read(_MOST_BYTES))
     except (OSError, ValueError) as error:  # urllib's errors are OSErrors; ValueError is a malformed URL
         raise StoreError(f"the plan cannot be fetched: {error}", value=url) from error

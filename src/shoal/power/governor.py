@@ -127,7 +127,7 @@ class Governor:
         self._sampling = threading.Lock()
         self._kept_lock = threading.Lock()
         self._decisions: deque[Decision] = deque(maxlen=_KEPT)
-        self._listeners: list[Callable[[Decision], None]] = []
+        self._listeners: list[Callable[[Decision], object]] = []
         self._readings: tuple[Reading, ...] = ()
         self._worst: Reading | None = None
         self._joules: dict[str, float] = {}
@@ -186,12 +186,12 @@ class Governor:
         with self._kept_lock:
             return tuple(self._decisions)
 
-    def listen(self, listener: Callable[[Decision], None]) -> None:
+    def listen(self, listener: Callable[[Decision], object]) -> None:
         """Call `listener` with every decision from here on, on whichever thread takes it. It must not block."""
         with self._kept_lock:
             self._listeners = [*self._listeners, listener]
 
-    def unlisten(self, listener: Callable[[Decision], None]) -> None:
+    def unlisten(self, listener: Callable[[Decision], object]) -> None:
         """Take a listener back."""
         with self._kept_lock:
             self._listeners = [known for known in self._listeners if known is not listener]
