@@ -29,7 +29,8 @@ class Maker:
         self.names = 0
 
     def last(self) -> Last:
-        return self.rng.choice([fail, skip, default("stand-in"), fallback(self.agent(plain=True))])
+        every: list[Last] = [fail, skip, default("stand-in"), fallback(self.agent(plain=True))]
+        return self.rng.choice(every)
 
     def policy(self) -> Policy:
         last = self.last()

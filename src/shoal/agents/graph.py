@@ -56,13 +56,20 @@ class Builder:
         """One agent over each `width` outputs of a map, again over theirs, until one is left."""
         return self._rule(agent.name, Reduce(agent, over, width, tuple(nodes_of(after))), [over], after)
 
-    def loop(self, *agents: Agent, until: Callable[[Any], bool], at_most: int, after: NodeLike = ()) -> Node:
+    def loop(
+        self,
+        *agents: Agent,
+        until: Callable[[Any], bool],
+        at_most: int,
+        after: NodeLike = (),
+        name: str | None = None,
+    ) -> Node:
         """The agents one after another, again and again, until `until(the last one's output)` or `at_most` rounds.
 
         Each agent sees what the one before it wrote. The node's output is that of the last agent of the last round.
         """
         rule = Loop(agents, until, at_most, tuple(nodes_of(after)))
-        return self._rule(f"{agents[-1].name}-loop", rule, [], after)
+        return self._rule(name or f"{agents[-1].name}-loop", rule, [], after)
 
     def branch(
         self,
@@ -71,10 +78,11 @@ class Builder:
         *,
         otherwise: Agent | None = None,
         after: NodeLike = (),
+        name: str | None = None,
     ) -> Node:
         """The agent of the case that `on` turns out to be; without such a case and `otherwise` the node is skipped."""
         rule = Branch(on, dict(cases), otherwise, tuple(nodes_of(after)))
-        return self._rule("branch", rule, [on], after)
+        return self._rule(name or "branch", rule, [on], after)
 
     def call(self, function: Callable[..., Any], *, after: NodeLike = (), name: str | None = None) -> Node:
         """A function (plain or async) of the run and the outputs of `after`: `function(run, *outputs)`.
@@ -178,21 +186,19 @@ class Graph(Builder):
         """The names of the inputs that its prompts and rules use."""
         found = {*self._declared, *(path[0] for path in placeholders(self.shared))}
         for node in self.nodes.values():
-            found |= self._inputs_of(node)
+            found |= self.inputs_of(node)
         return frozenset(found)
 
     def check(self) -> None:
-        """Refuse a graph that cannot run: no nodes, cycles, prompts naming nodes that they do not wait for."""
+        """Refuse a graph that cannot run: no nodes, prompts naming nodes that they do not wait for."""
         if not self.nodes:
             raise GraphError("the graph has no nodes", hint="add an agent")
-        for node, needs in self._needs.items():
-            for need in needs:
-                self._refuse_cycle(node, need)
         for name in self.inputs:
             if name in RESERVED:
                 raise GraphError(f"{{{name}}} cannot be an input", value=name, limit=RESERVED, hint="rename it")
 
-    def _inputs_of(self, node: Node) -> set[str]:
+    def inputs_of(self, node: Node) -> set[str]:
+        """The inputs that a node's prompts and rule use. GraphError when they name a node it does not wait for."""
         known = {need.id for need in self._needs[node]}
         found = set()
         if node.rule is not None:
@@ -221,7 +227,7 @@ class Graph(Builder):
         """A run, to be used with `async with`: iterate over it for events, add nodes to it, cancel nodes of it.
 
         `task_id` names the run in traces and towards the engine, `seed` makes it repeatable. Raises `GraphError` for
-        missing or unknown inputs, `CycleError`.
+        missing or unknown inputs, and as `check`.
         """
         from shoal.agents.run import Run
 

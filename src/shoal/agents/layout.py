@@ -48,6 +48,17 @@ class Layout:
         parts = [*(s.shown() for s in self.common), self.role, *(s.shown() for s in self.own), self.task]
         return self._chat([part for part in parts if part])
 
+    def parts(self, agent: str) -> list[tuple[str, str]]:
+        """Its parts by name, in order, empty ones left out."""
+        named = [
+            ("shared", self.shared),
+            *((f"output of {s.title}", s.shown()) for s in self.common),
+            (f"role of {agent}", self.role),
+            *((f"output of {s.title}", s.shown()) for s in self.own),
+            (f"task of {agent}", self.task),
+        ]
+        return [(name, text) for name, text in named if text]
+
     def known(self) -> str:
         """How the last message begins, as far as that is certain: up to the first section that is not written."""
         parts = []

@@ -6,17 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from shoal.errors import StoreError
-
-ATTEMPT_FIELDS = (
-    "request_id", "task_id", "agent_id", "attempt", "cache_hit", "prefix_tokens", "generated_tokens", "queue_ms",
-    "ttft_ms", "latency_ms", "memory_mb", "outcome", "cause",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +47,10 @@ class Attempt:
 
     def record(self) -> dict[str, Any]:
         """As it stands in the trace."""
-        return {"kind": "attempt", **asdict(self)}
+        return {"kind": "attempt", **{name: getattr(self, name) for name in _FIELDS}}
+
+
+_FIELDS = [field.name for field in fields(Attempt)]
 
 
 class Trace:
