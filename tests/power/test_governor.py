@@ -91,7 +91,7 @@ def test_a_refusal_is_typed_and_recorded() -> None:
     bench = Bench()
     bench.governor.admit("early")
     bench.after(1, Level.CRITICAL)
-    with pytest.raises(PowerLimitError, match="simulated 3 thermal pressure is critical: retry") as caught:
+    with pytest.raises(PowerLimitError, match="simulated 3 is critical: retry") as caught:
         bench.governor.admit("late")
     assert (caught.value.value, caught.value.limit, caught.value.retry_after_s) == (3.0, "critical", 10.0)
     last = bench.governor.decisions[-1]

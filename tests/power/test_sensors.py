@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import SensorError
 from shoal.power import Level, Unit, find_sensors, survey
 from shoal.power.linux import PlatformProfile, Rapl, ThermalZones, ThrottleCounters
-from shoal.power.macos import low_power, pressure
+from shoal.power.macos import LowPowerMode, ThermalPressure, low_power, pressure
 from shoal.power.nvml import Nvml
 from shoal.power.sensors import Battery
 
@@ -111,6 +111,57 @@ def test_the_platform_profile(tmp_path: Path) -> None:
     assert sensor.read().level is Level.NOMINAL
     file.write_text("low-power\n")
     assert (sensor.read().level, sensor.read().value) == (Level.FAIR, 1.0)
+
+
+def test_thermal_pressure_through_libsystem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two calls with the arguments that notify(3) documents; the library itself is on Macs only."""
+    state = {"level": 0, "status": 0}
+
+    class System:
+        def notify_register_check(self, name: bytes, token: Any) -> int:
+            assert name == b"com.apple.system.thermalpressurelevel"
+            token._obj.value = 7
+            return state["status"]
+
+        def notify_get_state(self, token: Any, value: Any) -> int:
+            assert token.value == 7
+            value._obj.value = state["level"]
+            return state["status"]
+
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("ctypes.CDLL", lambda path: System())
+    sensor = ThermalPressure()
+    assert sensor.read().level is Level.NOMINAL
+    state["level"] = 2
+    assert str(sensor.read()) == "thermal pressure 2 (heavy)"
+    state["status"] = 1
+    with pytest.raises(SensorError, match="any more"):
+        sensor.read()
+    with pytest.raises(SensorError, match="does not tell"):
+        ThermalPressure()
+
+
+def test_low_power_mode_asks_pmset_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.append(command)
+        if len(asked) > 2:
+            raise FileNotFoundError("pmset")
+        return SimpleNamespace(stdout=f" lowpowermode         {len(asked) - 1}\n")
+
+    clock = [0.0]
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    sensor = LowPowerMode()
+    assert [sensor.read().level for _ in range(20)] == [Level.NOMINAL] * 20
+    assert asked == [["/usr/bin/pmset", "-g"]]
+    clock[0] = 31.0
+    assert sensor.read().level is Level.FAIR
+    clock[0] = 62.0
+    with pytest.raises(SensorError, match="cannot be asked"):
+        sensor.read()
 
 
 def test_macos_words() -> None:

@@ -23,7 +23,7 @@ from shoal.power.sensors import find_sensors
 
 _KEPT = 1000  # decisions in memory; listeners hear of all
 _BUDGET = "energy budget"
-_NOTHING = Reading("no sensor", 0.0, Unit.PRESSURE)
+_NOTHING = Reading("no sensor", 0.0, Unit.NONE)
 _LEAST_DUTY = 0.01  # when the budget is used up; rests are bounded by max_pause_s anyway
 _DUTY_STEP = 0.1
 _BUDGET_SHARES = (0.6, 0.8, 1.0)  # of the joules of a window: where fair, serious and critical begin

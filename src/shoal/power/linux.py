@@ -132,7 +132,7 @@ class PlatformProfile:
         if profile is None:
             raise SensorError("the firmware has no power profiles", value=str(self._file))
         low = profile in ("low-power", "quiet")
-        return Reading(self.name, float(low), Unit.SWITCH, Level.FAIR if low else Level.NOMINAL, detail=profile)
+        return Reading(self.name, float(low), Unit.NONE, Level.FAIR if low else Level.NOMINAL, detail=profile)
 
 
 def _text(file: Path) -> str | None:

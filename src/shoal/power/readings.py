@@ -26,8 +26,7 @@ class Unit(StrEnum):
     EVENTS = "throttle events"
     JOULES = "J"
     PERCENT = "%"
-    PRESSURE = "thermal pressure"
-    SWITCH = "on"
+    NONE = ""  # a step of a scale, a switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ class Reading:
     detail: str = ""
 
     def __str__(self) -> str:
-        where = f" ({self.detail})" if self.detail else ""
-        return f"{self.sensor} {self.value:.4g} {self.unit}{where}"
+        where = f"({self.detail})" if self.detail else ""
+        return " ".join(part for part in (self.sensor, f"{self.value:.4g}", str(self.unit), where) if part)
 
 
 class Sensor(Protocol):

@@ -51,7 +51,7 @@ class SimulatedSensor:
         self.reads += 1
         if self.fails:
             raise SensorError(f"{self.name} was told to fail")
-        return Reading(self.name, float(self.level), Unit.PRESSURE, self.level, self.joules)
+        return Reading(self.name, float(self.level), Unit.NONE, self.level, self.joules)
 
 
 @dataclass(frozen=True, slots=True)
