@@ -24,7 +24,8 @@ from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.types import Event, FinishReason
 
 RULES = "You write a report for a town of twelve thousand people together with others; keep to plain words. "
-LENGTHS = {"planner": 48, "writer": 160, "reviewer": 48, "editor": 96}
+LENGTHS = {"planner": 32, "writer": 640, "reviewer": 32, "editor": 64}
+"""Tokens written: three sections of a page each, and little around them."""
 
 
 class Plain:

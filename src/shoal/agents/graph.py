@@ -226,8 +226,8 @@ class Graph(Builder):
     ) -> Run:
         """A run, to be used with `async with`: iterate over it for events, add nodes to it, cancel nodes of it.
 
-        `task_id` names the run in traces and towards the engine, `seed` makes it repeatable. Raises `GraphError` for
-        missing or unknown inputs, and as `check`.
+        `task_id` names the run in traces and towards the engine, unique among the runs under way; `seed` makes it
+        repeatable. Raises `GraphError` for missing or unknown inputs, and as `check`.
         """
         from shoal.agents.run import Run
 

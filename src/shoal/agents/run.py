@@ -172,8 +172,10 @@ class Run(Ledger):
     # -- what rules and attempts ask ----------------------------------------------------------------------------
 
     def is_running(self, node: Node) -> bool:
-        """True while an agent writes for it."""
-        return node.agent is not None and node in self._started_ms and node in self.open
+        """True while an agent writes for it, or for a node that it stands for."""
+        return any(
+            part.agent is not None and part in self._started_ms and part in self.open for part in self.members(node)
+        )
 
     def next_attempt(self, node: Node) -> int:
         """The number of the attempt that begins now, from 1."""
