@@ -184,6 +184,29 @@ def test_an_equal_candidate_stays_and_answers_are_compared(tmp_path: Path) -> No
     bench.run(work)
 
 
+def test_closing_while_a_candidate_is_loading_closes_that_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, share=0)
+
+    class Slow(AsyncEngine):
+        async def __aenter__(self) -> Any:
+            await asyncio.sleep(0.3)
+            return self
+
+    def load(settings: Mapping[str, Any]) -> AsyncEngine:
+        bench.loaded.append(Slow(toy_engine()))
+        return bench.loaded[-1]
+
+    bench.rollout = Rollout(AsyncEngine(toy_engine()), bench.path, trace=bench.trace, every_s=0.02, load=load)
+
+    async def work() -> None:
+        bench.write(share=1.0)
+        while not bench.loaded:
+            await asyncio.sleep(0.01)
+
+    bench.run(work)
+    assert [record["action"] for record in bench.trace.records] == ["stop", "begin", "end"]
+
+
 def test_few_samples_are_no_verdict(tmp_path: Path) -> None:
     bench = Bench(tmp_path, failing, min_samples=1000)
 

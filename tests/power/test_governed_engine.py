@@ -73,7 +73,7 @@ def test_an_engine_with_nothing_but_deferred_work_does_not_spin() -> None:
         wait_for(lambda: engine.stats().waiting == 1)
         before = time.process_time()
         time.sleep(0.5)
-        assert time.process_time() - before < 0.2
+        assert time.process_time() - before < 0.3
 
 
 def test_what_runs_goes_on_when_it_gets_critical_and_new_requests_are_refused() -> None:

@@ -96,11 +96,16 @@ class Rollout:
         self._tasks: set[asyncio.Task[None]] = set()
         self._shadows = 0
         self._watching: asyncio.Task[None] | None = None
+        self._applying: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         plan = await asyncio.to_thread(read_plan, self._source)
         await self.stable.__aenter__()
-        await self._apply(plan)
+        try:
+            await self._apply(plan)
+        except BaseException:
+            await self.close()
+            raise
         self._watching = asyncio.ensure_future(self._watch())
         return self
 
@@ -182,17 +187,20 @@ class Rollout:
         if self._watching is not None:
             watching, self._watching = self._watching, None
             watching.cancel()
-            await asyncio.wait([watching])
+            self._tasks.add(watching)
+            if self._applying is not None:
+                await asyncio.wait([self._applying])
             self._decide("end", **self.describe())
-            if not watching.cancelled():
-                watching.result()  # raises what ended it, such as a trace that cannot be written
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
         trial, self._trial = self._trial, None
         if trial is not None:
             await trial.engine.__aexit__(None, None, None)
         await self.stable.__aexit__(None, None, None)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):  # such as a trace that cannot be written
+                raise outcome
 
     # -- who goes where -----------------------------------------------------------------------------------------
 
@@ -286,7 +294,8 @@ class Rollout:
                 continue
             self._told_unreadable = None
             if plan != self._plan:
-                await self._apply(plan)
+                self._applying = asyncio.ensure_future(self._apply(plan))
+                await asyncio.shield(self._applying)  # an engine that is half loaded cannot be closed: see `close`
 
     async def _apply(self, plan: RolloutPlan) -> None:
         """Begin a trial by a new plan; the candidate that is loaded is kept if it is the same."""

@@ -187,7 +187,7 @@ class Governor:
             return tuple(self._decisions)
 
     def listen(self, listener: Callable[[Decision], object]) -> None:
-        """Call `listener` with every decision from here on, on whichever thread takes it. It must not block."""
+        """Call `listener` with every decision from here on, on whichever thread. It must neither block nor raise."""
         with self._kept_lock:
             self._listeners = [*self._listeners, listener]
 
