@@ -38,12 +38,17 @@ def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
 
 def test_a_hot_engine_is_slower_and_its_batch_as_wide() -> None:
     def run(level: Level) -> tuple[float, int, list[tuple[int, ...]]]:
-        with governed(SimulatedSensor(level), duty=(1.0, 0.5, 0.25, 0.25)) as engine:
+        with governed(SimulatedSensor(level), duty=(1.0, 0.5, 0.25, 0.25), max_pause_s=30) as engine:
             report = engine.run([Request(prompt=str(i), sampling=SHORT) for i in range(8)])
-            return report.wall_s, max(step.batch for step in report.steps), [r.tokens for r in report.results]
+            computed_s = sum(step.ms for step in report.steps[:-1]) / 1e3  # after the last one nobody waits
+            return (
+                report.wall_s / computed_s,
+                max(step.batch for step in report.steps),
+                [r.tokens for r in report.results],
+            )
 
     cool, hot = run(Level.NOMINAL), run(Level.SERIOUS)
-    assert hot[0] > 2.5 * cool[0]
+    assert hot[0] >= 3.9  # a quarter of the time it computes
     assert hot[1] == cool[1] == 8
     assert hot[2] == cool[2]
 
