@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from shoal.config import EngineConfig
 from shoal.core.sequence import Status
@@ -19,12 +18,16 @@ from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError,
 from shoal.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.intake import Admissible, Codec, Intake
 from shoal.loop import Sink, StepLoop
+from shoal.mailbox import Mailbox, T
 from shoal.plan import ModelSpec, StepRecord
 from shoal.runners.base import Runner
 from shoal.running import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams
+from shoal.watchdog import Watchdog
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from shoal.power.governor import Governor
+
 _MAX_FAILURES = 3  # passes that fail in a row before the engine gives up
 
 
@@ -37,20 +40,25 @@ class Engine:
     """
 
     def __init__(
-        self, make_runner: Callable[[], Runner], codec: Codec | None = None, config: EngineConfig | None = None
+        self,
+        make_runner: Callable[[], Runner],
+        codec: Codec | None = None,
+        config: EngineConfig | None = None,
+        *,
+        governor: Governor | None = None,
     ) -> None:
-        """`make_runner` is called on the engine's thread; what it raises is raised here."""
+        """`make_runner` is called on the engine's thread; what it raises is raised here. `governor` sets its pace."""
         self.config = config or EngineConfig()
         self.codec = codec
+        self.governor = governor
         self.failure: BaseException | None = None
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._mailbox = Mailbox()
+        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
         self._lock = threading.Lock()
         self._sinks: dict[str, Sink] = {}  # requests in flight; whoever removes one delivers its last event
         self._names = itertools.count(1)
         self._closing = False
         self._suspended = False
-        self._step_began: float | None = None
-        self._stopped = threading.Event()
         self.restored_handles: list[Handle] = []
         self.restored_prefixes: list[PrefixCache] = []
         started: Future[StepLoop] = Future()
@@ -59,21 +67,28 @@ class Engine:
         )
         self._thread.start()
         self._loop = started.result()
-        self._watch = threading.Thread(target=self._watchdog, name="shoal-watchdog", daemon=True)
-        self._watch.start()
+        self._watchdog.start()
 
     @classmethod
-    def load(cls, model: str = "smollm2-135m", *, state: str | Path | None = None, **settings: Any) -> Self:
+    def load(
+        cls,
+        model: str = "smollm2-135m",
+        *,
+        state: str | Path | None = None,
+        governor: Governor | None = None,
+        **settings: Any,
+    ) -> Self:
         """Load a model by name, path or hub id, fetching it first if need be. Settings as `EngineConfig`.
 
         `state` is a directory that `save` wrote: its pinned prefixes are computed again and its requests go on; they
-        are in `restored_prefixes` and `restored_handles`. Raises `ConfigError`, any `ModelError`, `BackendError`.
+        are in `restored_prefixes` and `restored_handles`. `governor` slows the engine when the machine is hot.
+        Raises `ConfigError`, any `ModelError`, `BackendError`.
         """
         from shoal.loading import open_model
 
         config = EngineConfig.of(**settings)
         opened = open_model(model, config)
-        engine = cls(opened.make_runner, opened.codec, config)
+        engine = cls(opened.make_runner, opened.codec, config, governor=governor)
         if state is not None:
             from shoal.state import restore
 
@@ -96,7 +111,7 @@ class Engine:
         """Put a request in line and return at once. Its events go to the handle, or to `sink` on the engine's thread.
 
         Raises a `RequestError` that names the field when it cannot be served, `QueueFullError` when too many wait,
-        `EngineClosedError`.
+        `PowerLimitError` when the governor refuses it, `EngineClosedError`.
         """
         self._refuse_if_closed()
         return self._submit(self.intake.admit(request), sink)
@@ -127,6 +142,8 @@ class Engine:
     def _enrol(self, admissible: Admissible, sink: Sink | None) -> Handle:
         """Name a request that is about to join; refuse a name in use, a full queue, a closed engine."""
         request_id = admissible.request.id
+        if self.governor is not None:
+            self.governor.admit(request_id)
         with self._lock:
             self._refuse_if_closed()
             waiting = len(self._sinks) - self.config.max_batch
@@ -267,12 +284,10 @@ class Engine:
         with self._lock:
             first, self._closing = not self._closing, True
         if first:
-            self._commands.put(_nothing)
+            self._mailbox.post(lambda: None)  # wakes the thread
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
-        self._stopped.set()
-        if threading.current_thread() is not self._watch:
-            self._watch.join(timeout_s)
+        self._watchdog.stop(timeout_s)
         self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
 
     def __enter__(self) -> Self:
@@ -287,17 +302,9 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread at a token boundary and give its result, or raise what it raised."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(function())
-            except ShoalError as error:
-                done.set_exception(error)
-
         with self._lock:
             self._refuse_if_closed()
-        self._commands.put(run)
+        done = self._mailbox.ask(function)
         while True:
             try:
                 return done.result(timeout=0.5)
@@ -307,7 +314,7 @@ class Engine:
 
     def _post(self, command: Callable[[], None], name: str | None = None) -> None:
         """Hand a command to the engine's thread. When that is gone, the named request ends here."""
-        self._commands.put(command)
+        self._mailbox.post(command)
         if name is not None and (self.failure is not None or not self._thread.is_alive()):
             self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
 
@@ -341,7 +348,8 @@ class Engine:
         try:
             runner = make_runner()
             try:
-                self._loop = StepLoop(runner, Intake(runner.spec, self.codec, self.config.seed), self.config)
+                intake = Intake(runner.spec, self.codec, self.config.seed)
+                self._loop = StepLoop(runner, intake, self.config, self.governor)
                 started.set_result(self._loop)
                 with contextlib.closing(self._loop.scheduler):
                     self._serve(self._loop)
@@ -361,39 +369,23 @@ class Engine:
             idle = loop.idle or self._suspended
             if idle:
                 loop.rouse()
-            self._obey(wait=idle)
+            self._mailbox.obey(wait=idle)
             if self._suspended or self._closing:
                 continue
-            self._step_began = time.monotonic()
+            self._watchdog.began = time.monotonic()
             loop.step()
-            self._step_began = None
+            self._watchdog.began = None
+            if loop.rest_s:
+                loop.rouse()
+                self._mailbox.obey_for(loop.rest_s, until=lambda: self._closing)
             if self.failure is not None:  # the watchdog has ended everything meanwhile
                 return
             if loop.failures >= _MAX_FAILURES:
                 raise RunnerError(f"{loop.failures} forward passes failed in a row", limit=_MAX_FAILURES)
-        self._obey(wait=False)
+        self._mailbox.obey()
         loop.abort_all()
 
-    def _obey(self, *, wait: bool) -> None:
-        """Run the commands that are there; with `wait`, at least one."""
-        if wait:
-            self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
-
-    def _watchdog(self) -> None:
-        """End everything when one pass takes longer than `watchdog_s`: a hung backend must not hang its callers."""
-        limit = self.config.watchdog_s
-        while not self._stopped.wait(min(limit / 4, 1.0)):
-            began = self._step_began
-            if began is None or time.monotonic() - began < limit:
-                continue
-            message = f"a forward pass has not returned for {limit:g} s"
-            error = RunnerError(message, value=time.monotonic() - began, limit=limit, hint="load the engine again")
-            self.failure = error
-            self._end_all(error, FinishReason.ERROR)
-            return
-
-
-def _nothing() -> None:
-    """Wake the engine's thread."""
+    def _hung(self, error: RunnerError) -> None:
+        """The pass that runs may never return: end everything without it. Called on the watchdog's thread."""
+        self.failure = error
+        self._end_all(error, FinishReason.ERROR)

@@ -65,6 +65,19 @@ class QueueFullError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class PowerLimitError(RequestError):
+    """The machine is too hot or out of energy, and takes nothing new. `value` is the reading, `limit` the level."""
+
+    def __init__(self, message: str, *, value: object, limit: object, retry_after_s: float) -> None:
+        hint = f"retry in about {retry_after_s:.0f} s, or give the governor another policy"
+        super().__init__(message, param="governor", value=value, limit=limit, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class SensorError(ShoalError):
+    """A sensor of heat, power or energy is not there, or cannot be read by this user."""
+
+
 class ModelError(ShoalError):
     """Base of what can be wrong with a model: name, files, format, architecture, tokenizer."""
 

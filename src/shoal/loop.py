@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shoal.config import EngineConfig
 from shoal.core.scheduler import Scheduler
@@ -23,6 +24,9 @@ from shoal.record import RecordingScheduler
 from shoal.runners.base import Runner
 from shoal.sampling import INVALID_TOKEN, SamplerState, sample
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, TokenLogprob
+
+if TYPE_CHECKING:
+    from shoal.power.governor import Governor
 
 Sink = Callable[[Event], None]
 """Where a request's events go. Called on the loop's thread; must not block."""
@@ -71,11 +75,19 @@ class StepLoop:
     """
 
     def __init__(
-        self, runner: Runner, intake: Intake, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        runner: Runner,
+        intake: Intake,
+        config: EngineConfig,
+        governor: Governor | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.intake = intake
         self.config = config
+        self.governor = governor
+        self.rest_s = 0.0  # what the governor wants between the last step and the next
         self.clock = clock
         make = Scheduler if config.record is None else RecordingScheduler
         self.scheduler = make(runner.spec, config)
@@ -174,6 +186,19 @@ class StepLoop:
 
     def step(self) -> StepRecord | None:
         """Plan and run one step and tell the requests; None when there was nothing to compute."""
+        governor = self.governor
+        if governor is None:
+            return self._step()
+        if governor.deferring != self.scheduler.queue.deferring:
+            self.scheduler.defer(governor.deferring)
+        record = self._step()
+        if record is not None:
+            self.rest_s = governor.pause_s(record.ms / 1e3)
+        else:  # when all that is left is deferred, look again when the governor may have changed its mind
+            self.rest_s = governor.policy.sample_s if not self.idle and not self.scheduler.running else 0.0
+        return record
+
+    def _step(self) -> StepRecord | None:
         begin = self.clock()
         plan = self.scheduler.schedule(begin)
         self._release()

@@ -89,6 +89,11 @@ class RecordingScheduler(Scheduler):
         self._write("unpin", seq_id=seq_id)
         super().unpin(seq_id)
 
+    def defer(self, deferring: bool) -> None:
+        """Log and do."""
+        self._write("defer", deferring=deferring)
+        super().defer(deferring)
+
     def expect(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
         """Log and do."""
         self._write("expect", tokens=tokens, namespace=dataclasses.asdict(namespace), due=due)
@@ -189,6 +194,7 @@ class _Replay:
             "expect": lambda e: self._scheduler.expect(tuple(e["tokens"]), Namespace(**e["namespace"]), e["due"]),
             "forgo": lambda e: self._scheduler.forgo(tuple(e["tokens"]), Namespace(**e["namespace"]), e["due"]),
             "unpin": lambda e: self._scheduler.unpin(e["seq_id"]),
+            "defer": lambda e: self._scheduler.defer(e["deferring"]),
             "preempt_all": lambda e: self._scheduler.preempt_all(drop_cached=e["drop_cached"]),
             "share": lambda e: self._scheduler.share(self._sequences[e["seq_id"]]),
         }

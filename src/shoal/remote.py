@@ -19,6 +19,7 @@ from shoal.errors import (
     EngineClosedError,
     InvalidRequestError,
     ModelNotFoundError,
+    PowerLimitError,
     PromptTooLongError,
     QueueFullError,
     RunnerError,
@@ -325,9 +326,9 @@ def _error(response: httpx.Response, sampling: SamplingParams) -> ShoalError:
     except (ValueError, KeyError, TypeError, AttributeError):
         message, param, code = response.text[:500] or f"status {response.status_code}", None, None
     status = response.status_code
+    after = response.headers.get("retry-after", "1")
+    retry = float(after) if after.replace(".", "", 1).isdecimal() else 1.0
     if status == 429:
-        after = response.headers.get("retry-after", "1")
-        retry = float(after) if after.replace(".", "", 1).isdecimal() else 1.0
         return QueueFullError(message.split(": retry in")[0], value=None, limit=None, retry_after_s=retry)
     if code == "context_length_exceeded":
         return PromptTooLongError(message, param="prompt")
@@ -336,6 +337,8 @@ def _error(response: httpx.Response, sampling: SamplingParams) -> ShoalError:
     if status in (400, 413, 422):
         named = next((f for f in _STRUCTURE if getattr(sampling, f) is not None), "structured_outputs")
         return InvalidRequestError(message, param=named if param == "structured_outputs" else param or "request")
+    if status == 503 and code == "power_limit":
+        return PowerLimitError(message.split(": retry in")[0], value=None, limit=None, retry_after_s=retry)
     if status == 503:
         return EngineClosedError(message)
     return RunnerError(f"the server answered {status}: {message}")

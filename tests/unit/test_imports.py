@@ -14,7 +14,19 @@ import shoal
 
 ROOT = Path(shoal.__file__).parent
 BASE = {"types", "errors", "plan", "config"}
-ENGINE = {"sampling", "grammar", "intake", "record", "loop", "handles", "running", "state", "engine"}
+ENGINE = {
+    "sampling",
+    "grammar",
+    "intake",
+    "record",
+    "loop",
+    "mailbox",
+    "handles",
+    "running",
+    "state",
+    "watchdog",
+    "engine",
+}
 MAY_SEE = {
     "errors": set(),
     "types": {"errors", "plan"},
@@ -26,10 +38,11 @@ MAY_SEE = {
     "schema": BASE,
     "models": BASE,
     "runners": BASE | {"models"},
-    **{name: BASE | ENGINE | {"core", "runners.base"} for name in ENGINE - {"sampling", "grammar"}},
+    "power": BASE,
+    **{name: BASE | ENGINE | {"core", "power", "runners.base"} for name in ENGINE - {"sampling", "grammar"}},
     "loading": BASE | ENGINE | {"models", "runners"},
     "aio": BASE | {"engine", "handles", "running"},
-    "agents": BASE | ENGINE | {"aio"},
+    "agents": BASE | ENGINE | {"aio", "remote"},
 }
 LAZY = {("engine", "loading"), ("engine", "state")}
 """Imported inside a function, so that they load only when used: they see the engine, and it calls them."""

@@ -6,6 +6,8 @@ from shoal.agents.events import EventKind, GraphEvent, GraphResult, Outcome, Sta
 from shoal.agents.graph import Graph
 from shoal.agents.node import Input, Node, Ref
 from shoal.agents.policy import default, fail, fallback, retry, skip
+from shoal.agents.rollout import Rollout
+from shoal.agents.rollout_plan import RolloutPlan
 from shoal.agents.run import Run
 from shoal.agents.trace import Trace, read_trace
 
@@ -21,6 +23,8 @@ __all__ = [
     "Node",
     "Outcome",
     "Ref",
+    "Rollout",
+    "RolloutPlan",
     "Run",
     "State",
     "Trace",

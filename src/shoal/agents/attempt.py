@@ -18,7 +18,7 @@ from shoal.agents.node import Node
 from shoal.agents.policy import Default, Fail, Fallback, Last, Retry, Skip, attempts_of
 from shoal.agents.prompts import MissingInputError, PendingInputError, layout_of
 from shoal.agents.trace import Attempt
-from shoal.errors import GraphError, QueueFullError, RunnerError, ShoalError
+from shoal.errors import GraphError, PowerLimitError, QueueFullError, RunnerError, ShoalError
 from shoal.sampling import derive_seed
 from shoal.types import FinishReason, Message, Priority, Request, Result, SamplingParams
 
@@ -145,7 +145,7 @@ async def _attempt(run: Run, node: Node, agent: Agent, messages: list[Message], 
         tried = _judge(agent, log.result, limit)
     except TimeoutError:
         tried = _late(agent, limit)
-    except QueueFullError as error:
+    except (PowerLimitError, QueueFullError) as error:
         tried = Tried(cause=str(error), outcome="failed", again=True, pause_s=error.retry_after_s)
     except ShoalError as error:
         tried = Tried(cause=str(error), outcome="failed", again=isinstance(error, RunnerError))

@@ -62,6 +62,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
     yield "runner", runner
     yield "precision", _precision(runner["name"])
     yield "store", _store()
+    yield "power", _power()
     if "error" in runner:
         yield "memory", {"model": None}
         yield "self_check", {"status": "FAILED", "detail": runner["error"]}
@@ -121,6 +122,20 @@ def _store() -> dict[str, Any]:
     store = Store()
     models = [{"name": model.name, "kind": model.kind, "bytes": model.bytes} for model in store.list()]
     return {"path": str(store.root), "models": models}
+
+
+def _power() -> dict[str, Any]:
+    """Which sensors the burst governor would have here: each with its reading, or why it cannot be read."""
+    from shoal.power import survey
+
+    sensors: dict[str, Any] = {}
+    for found in survey():
+        if found.reading is None:
+            sensors[found.name] = {"readable": False, "why": found.why}
+        else:
+            told, level = str(found.reading), str(found.reading.level)
+            sensors[found.name] = {"readable": True, "reading": told, "level": level}
+    return {"sensors": sensors}
 
 
 def _missing(model: str, *, required: bool) -> str | None:
@@ -206,6 +221,13 @@ def _show_store(facts: dict[str, Any]) -> str:
     return f"{facts['path']}: {models or 'empty'}"
 
 
+def _show_power(facts: dict[str, Any]) -> str:
+    readable = [told for told in facts["sensors"].values() if told["readable"]]
+    lines = [f"{told['reading']}, {told['level']}" for told in readable]
+    missing = [f"{name} ({told['why']})" for name, told in facts["sensors"].items() if not told["readable"]]
+    return f"\n{'':11}".join([*lines, *([f"not readable: {', '.join(missing)}"] if missing else [])])
+
+
 def _show_memory(facts: dict[str, Any]) -> str:
     if facts["model"] is None:
         return "unknown until a model is loaded"
@@ -224,6 +246,7 @@ _SHOW = {
     "runner": _show_choice,
     "precision": _show_choice,
     "store": _show_store,
+    "power": _show_power,
     "memory": _show_memory,
     "self_check": _show_check,
     "isolation": _show_check,

@@ -32,6 +32,9 @@ def serve(
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds of requests that bring none.")] = None,
     drain: Annotated[float, typer.Option(help="Seconds that requests may go on after a stop.", min=0)] = 20.0,
     cors: Annotated[list[str] | None, typer.Option(help="Allow this browser origin; may be given again.")] = None,
+    governor: Annotated[
+        bool, typer.Option("--governor", help="Slow down, defer and refuse by this machine's heat and battery.")
+    ] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Put request bodies into the log.")] = False,
     runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
     kv_memory: options.KVMemory = options.KV_MEMORY,
@@ -41,6 +44,7 @@ def serve(
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise BackendError("the server's packages are not installed", hint="pip install 'shoal[server]'")
     from shoal.models import Store
+    from shoal.power import Governor
     from shoal.server import logs
     from shoal.server.config import ServerConfig
     from shoal.server.hub import ModelHub
@@ -57,10 +61,11 @@ def serve(
     _warn_if_open(host, api_key)
     listening = bind(host, port)
 
+    settings = {"max_batch": max_batch, "max_queue": max_queue, "runner": runner, "kv_memory": kv_memory}
+    settings |= {"threads": threads, "governor": Governor() if governor else None}
+
     def load(name: str) -> Engine:
-        return load_engine(
-            name, max_batch=max_batch, max_queue=max_queue, runner=runner, kv_memory=kv_memory, threads=threads
-        )
+        return load_engine(name, **settings)
 
     def ready(number: int) -> None:
         place = f"[{host}]" if ":" in host else host

@@ -6,7 +6,7 @@ import heapq
 from bisect import insort
 from collections.abc import Iterator
 
-from shoal.core.sequence import Sequence
+from shoal.core.sequence import RANKS, Sequence
 
 _HORIZON = 10  # a request without a deadline is taken to have one of this many ageing periods
 
@@ -26,6 +26,7 @@ class WaitingQueue:
         self._service: dict[str, float] = {}
         self._members: dict[str, int] = {}  # sequences of each group in the engine, running ones included
         self._length = 0
+        self.deferring = False  # class low is no candidate, however long it has waited
 
     def __len__(self) -> int:
         return self._length
@@ -75,7 +76,9 @@ class WaitingQueue:
     def candidates(self, now: float) -> Iterator[Sequence]:
         """Waiting sequences in the order they should join. End the iteration before changing the queue."""
         heads = []
-        for (_, group, path), lane in self._lanes.items():
+        for (rank, group, path), lane in self._lanes.items():
+            if self.deferring and rank >= RANKS["low"]:
+                continue
             due, tie, seq = lane[0]
             heads.append((self.rank(seq, now), self._service[group], -path, due, tie, 0, lane))
         heapq.heapify(heads)

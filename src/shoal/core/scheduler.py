@@ -118,6 +118,10 @@ class Scheduler:
         self.kv.announce(seq)
         self.queue.push(seq)
 
+    def defer(self, deferring: bool) -> None:
+        """Let waiting sequences of class low join no more, or again; those that run go on."""
+        self.queue.deferring = deferring
+
     def unpin(self, seq_id: SeqId) -> None:
         """Let go of a prefix that a `prefill_only` sequence computed; its blocks stay cached while there is room."""
         self.kv.tree.release(self.pinned.pop(seq_id, []))

@@ -195,6 +195,8 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
         if served is not None:
             engine = served.engine.stats()
             told["calls"] = served.leases
+            if served.engine.governor is not None:
+                told["power"] = served.engine.governor.describe()
             told["engine"] = {**dataclasses.asdict(engine), "hit_rate": engine.hit_rate}
         return told
 

@@ -16,6 +16,7 @@ from shoal.errors import (
     KVBudgetError,
     ModelError,
     ModelNotFoundError,
+    PowerLimitError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -75,6 +76,9 @@ def from_shoal(error: ShoalError, names: Mapping[str, str] | None = None) -> Api
     if isinstance(error, QueueFullError):
         retry = str(max(1, math.ceil(error.retry_after_s)))
         return ApiError(429, text, code="queue_full", headers={"Retry-After": retry})
+    if isinstance(error, PowerLimitError):
+        retry = str(max(1, math.ceil(error.retry_after_s)))
+        return ApiError(503, text, code="power_limit", headers={"Retry-After": retry})
     if isinstance(error, RequestError):
         code = {PromptTooLongError: "context_length_exceeded", KVBudgetError: "kv_budget_exceeded"}
         param = (names or {}).get(error.param, error.param)

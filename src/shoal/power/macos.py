@@ -1,0 +1,92 @@
+"""What macOS tells without root: the thermal pressure that the system itself acts on, and low-power mode."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import time
+
+from shoal.errors import SensorError
+from shoal.power.readings import Level, Reading, Unit
+
+_KEY = b"com.apple.system.thermalpressurelevel"
+_WORDS = ("nominal", "moderate", "heavy", "trapping", "sleeping")  # OSThermalPressureLevel on macOS, 0 to 4
+_LEVELS = (Level.NOMINAL, Level.FAIR, Level.SERIOUS, Level.CRITICAL, Level.CRITICAL)
+_COMMAND_TIMEOUT_S = 2.0
+_ASK_EVERY_S = 30.0
+
+
+class ThermalPressure:
+    """The state of a Darwin notification, from libSystem; a reading is one system call."""
+
+    name = "thermal pressure"
+
+    def __init__(self) -> None:
+        _only_macos()
+        try:
+            self._system = ctypes.CDLL("/usr/lib/libSystem.dylib")
+        except OSError as error:
+            raise SensorError(f"libSystem cannot be loaded: {error}") from error
+        self._token = ctypes.c_int()
+        status = self._system.notify_register_check(_KEY, ctypes.byref(self._token))
+        if status != 0:
+            raise SensorError("macOS does not tell its thermal pressure", value=status, limit=0)
+
+    def read(self) -> Reading:
+        """0 (nominal) to 4 (sleeping)."""
+        state = ctypes.c_uint64()
+        status = self._system.notify_get_state(self._token, ctypes.byref(state))
+        if status != 0:
+            raise SensorError("macOS does not tell its thermal pressure any more", value=status, limit=0)
+        return pressure(state.value)
+
+
+def pressure(state: int) -> Reading:
+    """The reading of a state of the notification; one that is not known yet counts as the worst known."""
+    known = min(state, len(_LEVELS) - 1)
+    return Reading(ThermalPressure.name, state, Unit.NONE, _LEVELS[known], detail=_WORDS[known])
+
+
+class LowPowerMode:
+    """Whether the user has switched low-power mode on. `pmset` tells, a process of its own: asked now and then."""
+
+    name = "low-power mode"
+
+    def __init__(self) -> None:
+        _only_macos()
+        self._asked_at = time.monotonic()
+        self._last = self._ask()
+
+    def read(self) -> Reading:
+        """1 and fair when it is on; up to half a minute old."""
+        now = time.monotonic()
+        if now - self._asked_at >= _ASK_EVERY_S:
+            self._asked_at = now
+            self._last = self._ask()
+        return self._last
+
+    @staticmethod
+    def _ask() -> Reading:
+        try:
+            told = subprocess.run(
+                ["/usr/bin/pmset", "-g"], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SensorError(f"pmset cannot be asked: {error}") from error
+        return low_power(told.stdout)
+
+
+def low_power(told: str) -> Reading:
+    """The reading of what `pmset -g` prints. SensorError when it has no such line (a Mac without the mode)."""
+    for line in told.splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] in ("lowpowermode", "powermode"):
+            on = words[1] == "1"
+            return Reading(LowPowerMode.name, float(on), Unit.NONE, Level.FAIR if on else Level.NOMINAL)
+    raise SensorError("pmset does not tell of a low-power mode", value=told[:200])
+
+
+def _only_macos() -> None:
+    if sys.platform != "darwin":
+        raise SensorError("only macOS tells it", value=sys.platform)
