@@ -7,6 +7,7 @@ sorts: KV (plain or rotating), whose arrays are [B, H, T, D], and recurrent stat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -57,7 +58,8 @@ class Rows:
     """Some sequences in one set of caches, row by row.
 
     Rows of one length lie in plain caches with an integer offset; rows of different lengths are padded on the left
-    and masked, in `mlx-lm`'s batch caches. Invariant: `lengths[i]` tokens of sequence `ids[i]` are in row i.
+    and masked, in `mlx-lm`'s batch caches. Invariant: `lengths[i]` tokens of sequence `ids[i]` are in row i, and
+    `ahead` more that may have to be taken back.
     """
 
     def __init__(self, caches: list[Any], ids: list[SeqId], lengths: list[int], *, padded: bool = False) -> None:
@@ -65,6 +67,7 @@ class Rows:
         self.ids = ids
         self.lengths = lengths
         self.padded = padded
+        self.ahead = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -82,6 +85,7 @@ class Rows:
                 mine.extend(theirs)
         self.ids = [*self.ids, *other.ids]
         self.lengths = [*self.lengths, *other.lengths]
+        self._align()
 
     def _join_plain(self, other: Rows) -> bool:
         """Concatenate plain caches of one length; False, with nothing changed, when they are not alike."""
@@ -110,7 +114,7 @@ class Rows:
         self.ids = [self.ids[i] for i in rows]
         self.lengths = [self.lengths[i] for i in rows]
         if not rows:
-            self.caches, self.padded = [], False
+            self.caches, self.padded, self.ahead = [], False, 0
             return
         chosen = mx.array(list(rows))
         if not self.padded:
@@ -118,16 +122,24 @@ class Rows:
             return
         for cache in self.caches:
             cache.filter(chosen)
-        if len(set(self.lengths)) == 1:
-            self._align()
+        self._align()
 
     def _align(self) -> None:
         """Rows of one length need no padding: back to plain caches, whose steps are cheaper."""
         kv = kv_leaves(self.caches)
-        if not all(isinstance(leaf, BatchKVCache) for leaf in kv):
+        if not self.padded or len(set(self.lengths)) > 1:
             return
-        self.caches = [_mapped(cache, lambda leaf: _plain(leaf, self.lengths[0])) for cache in self.caches]
-        self.padded = False
+        if all(isinstance(leaf, BatchKVCache) and not leaf.empty() for leaf in kv):
+            held = self.lengths[0] + self.ahead
+            self.caches = [_mapped(cache, lambda leaf: _plain(leaf, held)) for cache in self.caches]
+            self.padded = False
+
+    def take_back(self) -> None:
+        """Forget the tokens that were fed ahead. Only for caches that can be trimmed."""
+        if self.ahead:
+            for leaf in leaves(self.caches):
+                leaf.trim(self.ahead)
+            self.ahead = 0
 
     def alone(self, row: int) -> Rows:
         """A copy of one row, in plain caches."""
@@ -147,7 +159,7 @@ class Rows:
         length, found = self.lengths[row], []
         for leaf in kv_leaves(self.caches):
             keys, values = _in_order(leaf, row)
-            filled = keys.shape[2]
+            filled = keys.shape[2] - self.ahead
             assert length - begin <= filled, f"{length - begin} positions are asked of a cache of {filled}"
             span = slice(filled - (length - begin), filled - (length - end))
             found.append((mx.contiguous(keys[:, :, span]), mx.contiguous(values[:, :, span])))
@@ -175,6 +187,35 @@ class Rows:
                 cache.finalize()
         mx.async_eval(arrays(self.caches))
         self.lengths = [length + count for length, count in zip(self.lengths, fed, strict=True)]
+        self._align()
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step of some rows that was started before anybody asked for it: what was fed, and what comes out, a row each.
+
+    `best` is fed on; `chosen` is the same with -1 where logits are not finite.
+    """
+
+    fed: list[int]
+    best: mx.array
+    chosen: mx.array
+
+    def of(self, rows: Sequence[int]) -> Ahead:
+        """The same of these rows only."""
+        picked = mx.array(list(rows))
+        return Ahead([self.fed[row] for row in rows], self.best[picked], self.chosen[picked])
+
+
+def alike(joining: Sequence[tuple[Rows, Sequence[int]]]) -> list[list[tuple[Rows, Sequence[int]]]]:
+    """Groups of which the shortest chunk is at least half of the longest, so that little is padded."""
+    groups: list[list[tuple[Rows, Sequence[int]]]] = []
+    for rows, tokens in sorted(joining, key=lambda pair: len(pair[1])):
+        if groups and len(groups[-1][0][1]) * 2 >= len(tokens) and bool(groups[-1][0][1]) == bool(tokens):
+            groups[-1].append((rows, tokens))
+        else:
+            groups.append([(rows, tokens)])
+    return groups
 
 
 def _mapped(cache: Any, function: Callable[[Any], Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from shoal.errors import RunnerError
 from shoal.models.files import ModelFiles
 from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 from shoal.runners.mlx.loading import Loaded, Precision, read_model, spec_of
-from shoal.runners.mlx.rows import Rows, arrays, kv_leaves, state_leaves
+from shoal.runners.mlx.rows import Ahead, Rows, alike, arrays, kv_leaves, state_leaves
 from shoal.runners.mlx.store import BlockStore
 
 
@@ -50,6 +50,8 @@ class MLXRunner:
         self._owner: dict[BlockId, SeqId] = {}
         self._live: dict[SeqId, Live] = {}
         self._batch = Rows([], [], [])
+        self._ahead: Ahead | None = None
+        self._may_run_ahead = loaded.window is None and not loaded.state_bytes  # only KV that can be cut is taken back
         self._states: dict[int, list[list[mx.array]]] = {}
         # A rotating cache forgets: what is in it must be stored before it is a window old.
         window = loaded.window
@@ -105,7 +107,7 @@ class MLXRunner:
             gone = {item.seq_id for item in plan.sequences} | set(self._batch.ids)
             for seq_id in gone:
                 self._live.pop(seq_id, None)
-            self._batch = Rows([], [], [])
+            self._batch, self._ahead = Rows([], [], []), None
             if isinstance(error, RunnerError):
                 raise
             raise RunnerError(f"step {plan.step}: MLX failed: {error}", value=plan.step) from error
@@ -126,7 +128,7 @@ class MLXRunner:
         self._owner.clear()
         self._live.clear()
         self._states.clear()
-        self._batch = Rows([], [], [])
+        self._batch, self._ahead = Rows([], [], []), None
         mx.clear_cache()
 
     def _check_thread(self) -> None:
@@ -161,6 +163,9 @@ class MLXRunner:
     def _make_way(self, plan: StepPlan) -> None:
         """Take rows out of the batch that this step does not feed as the batch is fed: one token, for output."""
         feeds = {item.seq_id: item for item in plan.sequences}
+        if self._ahead is not None and not self._goes_on(feeds, self._ahead):
+            self._batch.take_back()
+            self._ahead = None
         keep = []
         for row, seq_id in enumerate(self._batch.ids):
             item, live = feeds.get(seq_id), self._live.get(seq_id)
@@ -171,11 +176,27 @@ class MLXRunner:
                 keep.append(row)
             else:
                 live.alone = self._batch.alone(row)
+        if self._ahead is not None and len(keep) < len(self._batch):
+            self._ahead = self._ahead.of(keep) if keep else None
         self._batch.keep(keep)
         if not self._spec.recurrent:  # what waits goes to the store; recurrent state cannot
             for seq_id, live in list(self._live.items()):
                 if seq_id not in feeds:
                     self._forget(seq_id, live)
+
+    def _goes_on(self, feeds: Mapping[SeqId, ScheduledSequence], ahead: Ahead) -> bool:
+        """Whether the step wants what was started ahead: rows may have left the batch, none joins it."""
+        rows = set(self._batch.ids)
+        if any(seq_id not in rows for seq_id in feeds):
+            return False
+        for row, seq_id in enumerate(self._batch.ids):
+            item = feeds.get(seq_id)
+            if item is None:
+                if seq_id in self._live:
+                    return False
+            elif (item.tokens, item.want, item.start) != ((ahead.fed[row],), Want.ARGMAX, self._batch.lengths[row]):
+                return False
+        return True
 
     def _admit(self, item: ScheduledSequence) -> None:
         """See to it that the sequence has rows with its positions below `start`."""
@@ -248,7 +269,7 @@ class MLXRunner:
                 self._after_prefill(item, rows)
             else:
                 joining.append((rows, item.tokens[:-1]))
-        for group in _alike(joining):
+        for group in alike(joining):
             rows = group[0][0]
             for other, _ in group[1:]:
                 rows.join(other)
@@ -272,26 +293,41 @@ class MLXRunner:
         ordered = [by_id[seq_id] for seq_id in self._batch.ids]
         if chain > 1 and any(item.want is not Want.ARGMAX or len(item.tokens) > 1 for item in items):
             raise RunnerError("a chained step feeds one token per sequence and wants the arg-max", value=chain)
-        fed = mx.array([item.tokens[-1] for item in ordered])
         chosen: list[mx.array] = []
-        for _ in range(chain):
-            logits = self._model(fed[:, None], cache=self._batch.caches)[:, -1, :]
-            fed = mx.argmax(logits, axis=-1)
-            finite = mx.isfinite(mx.max(logits, axis=-1))
-            chosen.append(mx.where(finite, fed.astype(mx.int32), -1))
-            mx.async_eval(chosen[-1])
-        rows = [row for row, item in enumerate(ordered) if item.want is Want.LOGITS]
-        wanted = logits[mx.array(rows)].astype(mx.float32) if rows else None
+        wanted, rows = None, [row for row, item in enumerate(ordered) if item.want is Want.LOGITS]
+        if self._ahead is not None:
+            best = self._ahead.best
+            chosen.append(self._ahead.chosen)
+        else:
+            best, given, logits = self._started(mx.array([item.tokens[-1] for item in ordered]))
+            chosen.append(given)
+            wanted = logits[mx.array(rows)].astype(mx.float32) if rows else None
+        while len(chosen) < chain:
+            best, given, _ = self._started(best)
+            chosen.append(given)
+        following = self._started(best) if self._may_run_ahead and not rows else None
         mx.eval(chosen, wanted)
-        self._batch.lengths = [length + chain for length in self._batch.lengths]
-        self._store_old(self._batch.ids)
         tokens = [step.tolist() for step in chosen]
+        self._batch.lengths = [length + chain for length in self._batch.lengths]
+        self._batch.ahead = 0 if following is None else 1
+        self._ahead = None if following is None else Ahead(tokens[-1], following[0], following[1])
+        self._store_old(self._batch.ids)
         argmax = {
             item.seq_id: tuple(step[row] for step in tokens)
             for row, item in enumerate(ordered)
             if item.want is Want.ARGMAX
         }
         return StepOutput(argmax, None if wanted is None else _in_plan_order(wanted, rows, ordered, items))
+
+    def _started(self, fed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Start a step of the batch, one token a row; gives the best tokens to feed, the same with -1 where the logits
+        are not finite, and the logits [B, V]. None of it has been waited for.
+        """
+        logits = self._model(fed[:, None], cache=self._batch.caches)[:, -1, :]
+        best = mx.argmax(logits, axis=-1)
+        chosen = mx.where(mx.isfinite(mx.max(logits, axis=-1)), best.astype(mx.int32), -1)
+        mx.async_eval(chosen)
+        return best, chosen, logits
 
     # -- between rows and blocks --------------------------------------------------------------------------------
 
@@ -342,17 +378,6 @@ class MLXRunner:
             live = self._live[seq_id]
             if self._length(seq_id, live) - live.stored >= self._store_every:
                 self._flush(seq_id, live)
-
-
-def _alike(joining: Sequence[tuple[Rows, Sequence[int]]]) -> list[list[tuple[Rows, Sequence[int]]]]:
-    """Groups of which the shortest chunk is at least half of the longest, so that little is padded."""
-    groups: list[list[tuple[Rows, Sequence[int]]]] = []
-    for rows, tokens in sorted(joining, key=lambda pair: len(pair[1])):
-        if groups and len(groups[-1][0][1]) * 2 >= len(tokens) and bool(groups[-1][0][1]) == bool(tokens):
-            groups[-1].append((rows, tokens))
-        else:
-            groups.append([(rows, tokens)])
-    return groups
 
 
 def _in_plan_order(
