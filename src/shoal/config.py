@@ -38,8 +38,9 @@ class EngineConfig:
     where the runner can (1: strict streaming). ageing_s: waiting this long lifts a request by one priority class.
     watchdog_s: a forward pass that takes longer is taken for hung. threads: of the runner (None: all cores).
     precision: "auto", "bf16" or "f32". seed: where requests without one get theirs from (None: from the system).
-    runner: which backend ("auto": the best this machine has). record: a file to log arrivals, plans and samples to, for
-    `shoal replay`.
+    runner: which backend ("auto": the best this machine has). cache_limit: bytes of freed memory that MLX keeps for
+    reuse (None: MLX decides); other runners have no such cache. record: a file to log arrivals, plans and samples to,
+    for `shoal replay`.
     """
 
     max_batch: int = 8
@@ -56,6 +57,7 @@ class EngineConfig:
     threads: int | None = None
     precision: Literal["auto", "bf16", "f32"] = "auto"
     runner: str = "auto"
+    cache_limit: int | str | None = None
     seed: int | None = None
     record: str | None = None
 
@@ -77,7 +79,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise _out_of_range(name, value, "a number above 0")
-        for name in ("kv_memory", "memory", "prefix_memory"):
+        for name in ("kv_memory", "memory", "prefix_memory", "cache_limit"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.config import EngineConfig
-from shoal.errors import BackendError, ConfigError
+from shoal.errors import BackendError, ConfigError, UnsupportedModelError
 from shoal.intake import Codec
 from shoal.runners.base import Runner
 from shoal.types import Message
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from shoal.models.gguf import GgufModel
     from shoal.models.tokenizer import Tokenizer
 
-RUNNERS = ("native", "openvino")
+RUNNERS = ("native", "openvino", "mlx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,12 @@ def choose_runner(
         raise ConfigError(
             f"precision is {config.precision!r}", value=config.precision, limit="auto", hint="native has one precision"
         )
+    if config.cache_limit is not None and wanted not in ("auto", "mlx"):
+        raise ConfigError(
+            "cache_limit is set", value=config.cache_limit, hint=f"{wanted} has no such cache: leave it out"
+        )
+    if wanted == "mlx" or (wanted == "auto" and on_apple_silicon()):
+        return _choose_mlx(config, files, gguf)
     if wanted != "openvino":
         reason = _why_not_native(config, files, gguf)
         if reason is None:
@@ -79,6 +87,44 @@ def choose_runner(
             f"openvino is not installed for {sys.executable}", value="openvino", hint="pip install openvino"
         )
     return "openvino", why
+
+
+def on_apple_silicon() -> bool:
+    """Whether this process runs natively on one of Apple's own processors."""
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def _choose_mlx(config: EngineConfig, files: ModelFiles | None, gguf: GgufModel | None) -> tuple[str, str]:
+    missing = [module for module in ("mlx", "mlx_lm") if importlib.util.find_spec(module) is None]
+    if missing:
+        raise BackendError(
+            f"{' and '.join(missing)} not installed for {sys.executable}",
+            value=missing,
+            hint="pip install 'shoal[mlx]', or use runner='openvino'",
+        )
+    if config.threads is not None:
+        raise ConfigError(
+            f"threads is {config.threads}", value=config.threads, hint="MLX has no such setting: leave it out"
+        )
+    if files is not None and files.kind == "openvino":
+        raise BackendError(
+            f"{files.name} is an OpenVINO model", value=files.kind, hint="use runner='openvino', or other files of it"
+        )
+    if gguf is not None:
+        reason = import_mlx("gguf").refusal(gguf)
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"the MLX runner does not take {gguf.path}: {reason}", value=reason, hint="use runner='openvino'"
+            )
+    return "mlx", "Apple silicon" if config.runner == "auto" else "asked for"
+
+
+def import_mlx(module: str) -> Any:
+    """A module of the MLX runner. `BackendError` when MLX is not installed, or does not run on this machine."""
+    try:
+        return importlib.import_module(f"shoal.runners.mlx.{module}")
+    except ImportError as error:
+        raise BackendError(f"MLX cannot be imported ({error})", hint="pip install 'shoal[mlx]'") from error
 
 
 def _why_not_native(config: EngineConfig, files: ModelFiles | None, gguf: GgufModel | None) -> str | None:
@@ -128,6 +174,16 @@ def make_runner(files: ModelFiles, config: EngineConfig, store: Store, name: str
             threads=config.threads,
             max_step_tokens=config.max_step_tokens,
         )
+    if name == "mlx":
+        runner: Runner = import_mlx("runner").MLXRunner.load(
+            files,
+            kv_bytes=kv_bytes,
+            memory_bytes=memory_bytes,
+            precision=config.precision,
+            max_step_tokens=config.max_step_tokens,
+            cache_limit=config.bytes_of("cache_limit"),
+        )
+        return runner
     from shoal.runners.openvino.runner import OpenVINORunner
 
     return OpenVINORunner.load(

@@ -38,6 +38,11 @@ class ScheduledSequence:
     are there already. The table covers every fed position (and the chained ones) and may be longer. A table that
     did not change since an earlier step is the same object, so a runner may cache what it derives from it. The last
     `generated` of the tokens are output of the sequence, the ones before are its prompt.
+
+    Of a model with recurrent state, KV blocks are not all there is. A sequence's state goes on from its last step;
+    where it has none in the runner and `start` is above 0, it starts from checkpoint `load`. A chunk that wants nothing
+    may ask that the state after its last token be kept as checkpoint `save` (0 <= id < ModelSpec.num_checkpoints),
+    until that id is saved to again. Loads come before saves.
     """
 
     seq_id: SeqId
@@ -46,6 +51,8 @@ class ScheduledSequence:
     block_table: tuple[BlockId, ...]
     want: Want
     generated: int = 0
+    load: int | None = None
+    save: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,8 @@ class ModelSpec:
     `exact`: logits of a sequence are the same bits whatever else is in the batch and however it is chunked.
     `splits_decode`: that holds as long as generated tokens and prompt tokens are told apart, because other kernels
     compute them; then KV of the ones never stands in for KV of the others.
+    `recurrent`: some layers keep a state that cannot be cut, so that a prefix can only be taken up where a checkpoint
+    of it was kept; there is room for `num_checkpoints` of `checkpoint_bytes` each, beside the blocks.
     """
 
     name: str
@@ -108,6 +117,8 @@ class ModelSpec:
     exact: bool = False
     splits_decode: bool = False
     recurrent: bool = False
+    num_checkpoints: int = 0
+    checkpoint_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:

@@ -243,6 +243,8 @@ def _plan(fields: Mapping[str, Any]) -> StepPlan:
             tuple(item["block_table"]),
             Want(item["want"]),
             item["generated"],
+            item["load"],
+            item["save"],
         )
         for item in fields["sequences"]
     )

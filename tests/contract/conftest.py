@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from shoal.errors import BackendError, ModelNotFoundError
 from shoal.runners.base import Runner
 from shoal.runners.fake import FakeRunner
+from tests.contract.mlx_tiny import FAMILIES, tiny_runner
 from tests.contract.runners import real_runner
 
+FAKES = {"fake": {}, "fake, decode apart": {"splits_decode": True}, "fake, recurrent": {"checkpoints": 4}}
+KINDS = [*FAKES, "openvino", "native", *(f"mlx {family}" for family in FAMILIES)]
 
-@pytest.fixture(scope="module", params=["fake", "fake, decode apart", "openvino", "native"])
-def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+
+@pytest.fixture(scope="module", params=KINDS)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """One runner of each kind for all tests of a file; each test uses blocks of its own."""
     kind: str = request.param
-    try:
-        made: Runner = (
-            FakeRunner(num_blocks=400, splits_decode="apart" in kind) if "fake" in kind else real_runner(kind)
-        )
-    except (BackendError, ModelNotFoundError) as error:
-        pytest.skip(f"{kind} cannot be tested here: {error}")
+    made = make(kind, tmp_path_factory.mktemp("model"))
     yield made
     made.close()
+
+
+def make(kind: str, path: Path) -> Runner:
+    """A runner of this kind; skips the test where it cannot be had."""
+    if kind in FAKES:
+        return FakeRunner(num_blocks=400, **FAKES[kind])  # type: ignore[arg-type]
+    backend, _, family = kind.partition(" ")
+    if backend == "mlx":
+        return tiny_runner(path, family)
+    try:
+        return real_runner(kind)
+    except (BackendError, ModelNotFoundError) as error:
+        pytest.skip(f"{kind} cannot be tested here: {error}")

@@ -29,9 +29,11 @@ BLOCK = 8
 
 
 @cache
-def alone(prompt: str, sampling: tuple[tuple[str, object], ...], splits: bool) -> tuple[int, ...]:
+def alone(prompt: str, sampling: tuple[tuple[str, object], ...], splits: bool, states: int) -> tuple[int, ...]:
     """The tokens a request gets when nobody else is there and nothing is shared."""
-    runner = FakeRunner(num_blocks=256, block_size=BLOCK, context_length=512, splits_decode=splits)
+    runner = FakeRunner(
+        num_blocks=256, block_size=BLOCK, context_length=512, splits_decode=splits, checkpoints=min(states, 1)
+    )
     config = EngineConfig(max_batch=1, prefix_sharing=False)
     loop = StepLoop(runner, Intake(runner.spec, ByteTokenizer(), 0), config)
     events: list[Event] = []
@@ -60,15 +62,29 @@ class CoreMachine(RuleBasedStateMachine):
         step_tokens=st.integers(16, 64),
         copies=st.booleans(),
         splits=st.booleans(),
+        states=st.sampled_from([0, 0, 1, 4]),
         chunk=st.sampled_from([1, 1, 4]),
         cached=st.sampled_from([None, 0, 5]),
     )
     def start(
-        self, blocks: int, batch: int, step_tokens: int, copies: bool, splits: bool, chunk: int, cached: int | None
+        self,
+        blocks: int,
+        batch: int,
+        step_tokens: int,
+        copies: bool,
+        splits: bool,
+        states: int,
+        chunk: int,
+        cached: int | None,
     ) -> None:
-        self.splits = splits
+        self.splits, self.states = splits, states
         self.runner = FakeRunner(
-            num_blocks=blocks, block_size=BLOCK, context_length=512, copies_blocks=copies, splits_decode=splits
+            num_blocks=blocks,
+            block_size=BLOCK,
+            context_length=512,
+            copies_blocks=copies,
+            splits_decode=splits,
+            checkpoints=states,
         )
         self.runner.fault = self.fault
         config = EngineConfig(
@@ -131,7 +147,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         name = self.submit(request)
         if name is not None:
-            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits)
+            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits, self.states)
 
     @rule(trunk=st.sampled_from(TRUNKS[1:]))
     @precondition(lambda self: len(self.pins) < 1)

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 
 from shoal.core.blocks import BlockPool
-from shoal.core.prefix_tree import Match, PrefixTree, common_prefix
+from shoal.core.nodes import Match
+from shoal.core.prefix_tree import PrefixTree, common_prefix
 from shoal.types import Namespace
 
 HOME = Namespace()

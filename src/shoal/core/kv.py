@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from shoal.config import EngineConfig
 from shoal.core.blocks import BlockPool
-from shoal.core.prefix_tree import Match, PrefixTree
+from shoal.core.checkpoints import Checkpoints
+from shoal.core.nodes import Match
+from shoal.core.prefix_tree import PrefixTree
 from shoal.core.sequence import Sequence
 from shoal.plan import BlockId, ModelSpec
 
@@ -21,12 +23,14 @@ class KVBooks:
         self.sharing = config.prefix_sharing
         self.splits_decode = spec.splits_decode
         self.pool = BlockPool(spec.num_blocks)
+        self.checkpoints = Checkpoints(spec.num_checkpoints) if spec.recurrent else None
         prefix_bytes = config.bytes_of("prefix_memory")
         self.tree = PrefixTree(
             self.pool,
             spec.block_size,
             copies_blocks=spec.copies_blocks,
             max_cached=None if prefix_bytes is None else prefix_bytes // spec.block_bytes,
+            checkpoints=self.checkpoints,
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -83,7 +87,46 @@ class KVBooks:
         seq.indexed = seq.shared_blocks = len(match.blocks)
         seq.copy_source = match.tail
         seq.computed = match.tokens
+        seq.load = match.checkpoint
+        seq.marks = self._marks(seq, match)
         return match
+
+    def _marks(self, seq: Sequence, match: Match) -> list[int]:
+        """Where to keep recurrent state of a joining sequence, as numbers of tokens in order.
+
+        At the last block boundary of its tokens, where the tree shows that its way parts from another's, and at the end
+        of a prefix computed for others.
+        """
+        if self.checkpoints is None or not self.sharing:
+            return []
+        size, length = self.block_size, len(seq.tokens)
+        marks = {(length - 1) // size * size, match.known // size * size}
+        if seq.prefill_only:
+            marks.add(length)
+        return sorted(mark for mark in marks if mark > seq.computed)
+
+    def mark(self, seq: Sequence, tokens: int) -> None:
+        """Keep recurrent state of a running sequence after that many tokens: another waits to go on from there."""
+        if self.checkpoints is not None and tokens > seq.computed and tokens not in seq.marks:
+            seq.marks = sorted([*seq.marks, tokens])
+
+    def reserve(self, seq: Sequence, end: int) -> int | None:
+        """Where to save the state of a sequence whose next chunk ends at `end`, if it is to be kept."""
+        while seq.marks and seq.marks[0] < end:
+            seq.marks.pop(0)
+        if self.checkpoints is None or not seq.marks or seq.marks[0] != end:
+            return None
+        seq.marks.pop(0)
+        seq.saving = self.checkpoints.reserve(self.pool)
+        return seq.saving
+
+    def saved(self, seq: Sequence) -> None:
+        """The step that saves a sequence's state is done, and its blocks are in the tree."""
+        if seq.saving is None:
+            return
+        checkpoint, seq.saving = seq.saving, None
+        index, slots = divmod(seq.computed - 1, self.block_size)
+        self.tree.keep_state(seq.blocks[index], slots + 1, checkpoint)
 
     def miss_reason(self, seq: Sequence, match: Match) -> str | None:
         """Why the tree had no more than `match`; None when nothing is missing."""
@@ -91,6 +134,8 @@ class KVBooks:
             return "off"
         if match.tokens >= len(seq.tokens) - 1:
             return None
+        if match.known > match.tokens:
+            return "checkpoint"
         return self.tree.miss_reason(seq.hashes, seq.namespace, match.tokens)
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
@@ -135,6 +180,9 @@ class KVBooks:
         """The sequence leaves the batch: its blocks stay cached in the tree as far as that has room."""
         self.index(seq, tail=True)
         self.copied(seq)
+        if seq.saving is not None and self.checkpoints is not None:
+            self.checkpoints.cancel(seq.saving)
+        seq.saving = seq.load = None
         self.tree.release(seq.blocks)
         seq.blocks = []
         seq.blocks_changed()

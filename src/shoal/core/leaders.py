@@ -50,7 +50,10 @@ class Leaders:
         if leader is None:
             return False
         until = min(common_prefix(self._kv.tree_tokens(leader), self._kv.tree_tokens(seq)), len(seq.tokens) - 1)
+        if self._kv.checkpoints is not None:  # recurrent state goes on where a block ends and its state is kept
+            until = until // size * size
         if until < (depth - 1) * size or leader.computed >= until:  # the hashes collided, or it is done
             return False
+        self._kv.mark(leader, until)
         seq.waits_for, seq.waits_until = leader, until
         return True

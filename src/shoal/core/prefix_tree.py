@@ -7,6 +7,7 @@ A node stands for one block of KV and is keyed by the tokens in it, below the no
 
 Full blocks are shared as they are. From a block whose tokens agree only in part (or from a tail) a newcomer
 gets the agreeing slots by one block copy, so that a prefix can be cut at any token where the runner copies blocks.
+Of a model with recurrent state it can be cut at checkpoints only, that is after nodes whose state was kept.
 """
 
 from __future__ import annotations
@@ -15,45 +16,15 @@ import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from shoal.core.blocks import BlockPool
+from shoal.core.checkpoints import Checkpoints
+from shoal.core.nodes import Match, Node
 from shoal.plan import BlockId
 from shoal.types import Namespace
 
 _GHOSTS = 4096  # evicted paths remembered, so that a receipt can tell "evicted" from "never seen"
 _NEVER = 1 << 62  # the step in which nobody will need a block
-
-
-class Node:
-    """One block in the tree. `key` are its tokens, fewer than a block in a tail; a tail has no children."""
-
-    __slots__ = ("block", "children", "key", "keys", "last_used", "parent", "path_hash", "queued")
-
-    def __init__(self, key: tuple[int, ...], block: BlockId, parent: Node | None, path_hash: int) -> None:
-        self.key = key
-        self.block = block
-        self.parent = parent
-        self.path_hash = path_hash
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.keys: list[tuple[int, ...]] = []  # the children's keys, sorted: the best partial match is a neighbour
-        self.last_used = 0
-        self.queued = False  # is in the heap of candidates for eviction
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the tree has of a prompt: whole blocks by reference, then `tail_tokens` slots of block `tail` by copy."""
-
-    blocks: tuple[BlockId, ...] = ()
-    block_tokens: int = 0
-    tail: BlockId | None = None
-    tail_tokens: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that need not be computed."""
-        return self.block_tokens + self.tail_tokens
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -77,15 +48,23 @@ class PrefixTree:
     Invariant: a block is in the tree exactly once, and a held block's ancestors are held by whoever holds it, so only
     leaves that nobody holds are ever evicted. The tree never writes KV and never waits: it is told of blocks when
     their KV is there. `max_cached` bounds the blocks kept for nobody; None leaves that to the pool's size.
+    `checkpoints` is given for models with recurrent state.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, *, copies_blocks: bool = True, max_cached: int | None = None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        copies_blocks: bool = True,
+        max_cached: int | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.copies_blocks = copies_blocks
         self.max_cached = max_cached
+        self.checkpoints = checkpoints
         self.evictions = 0
         self._roots: dict[tuple[str, str], tuple[int, Node]] = {}
         self._nodes: dict[BlockId, Node] = {}
@@ -107,20 +86,49 @@ class PrefixTree:
             return Match()
         self._clock += 1
         size, at = self.block_size, 0
-        blocks: list[BlockId] = []
+        path: list[Node] = []
         while at + size <= limit:
             child = node.children.get(tuple(tokens[at : at + size]))
             if child is None:
                 break
             child.last_used = self._clock
-            blocks.append(child.block)
+            path.append(child)
             node = child
             at += size
-        tail, agreeing = self._best_tail(node, tuple(tokens[at : min(at + size, limit)]))
+        rest = tuple(tokens[at : min(at + size, limit)])
+        tail, agreeing = self._best_tail(node, rest)
+        blocks = tuple(node.block for node in path)
+        if self.checkpoints is not None:
+            return self._cut_at_checkpoint(path, node, rest, at + agreeing)
         if tail is None:
-            return Match(tuple(blocks), at)
+            return Match(blocks, at, known=at)
         tail.last_used = self._clock
-        return Match(tuple(blocks), at, tail.block, agreeing)
+        return Match(blocks, at, tail.block, agreeing, known=at + agreeing)
+
+    def _cut_at_checkpoint(self, path: list[Node], end: Node, rest: tuple[int, ...], known: int) -> Match:
+        """The longest part of a matched path (and of a tail below its end) after which the state was kept."""
+        blocks = tuple(node.block for node in path)
+        if self.copies_blocks:
+            for length in range(len(rest), 0, -1):
+                tail = end.children.get(rest[:length])
+                if tail is not None and tail.checkpoint is not None:
+                    tail.last_used = self._clock
+                    at = len(path) * self.block_size
+                    return Match(blocks, at, tail.block, length, known=known, checkpoint=tail.checkpoint)
+        for depth in range(len(path), 0, -1):
+            checkpoint = path[depth - 1].checkpoint
+            if checkpoint is not None:
+                return Match(blocks[:depth], depth * self.block_size, known=known, checkpoint=checkpoint)
+        return Match(known=known)
+
+    def keep_state(self, block: BlockId, tokens: int, checkpoint: int) -> None:
+        """The recurrent state after the first `tokens` slots of a block was saved; no use when no node ends there."""
+        assert self.checkpoints is not None
+        node = self._nodes.get(block)
+        if node is None or len(node.key) != tokens:
+            self.checkpoints.cancel(checkpoint)
+        else:
+            self.checkpoints.attach(node, checkpoint)
 
     def _best_tail(self, node: Node, rest: tuple[int, ...]) -> tuple[Node | None, int]:
         """The child that agrees longest with `rest`: in sorted order it is one of the two neighbours of `rest`."""
@@ -185,6 +193,8 @@ class PrefixTree:
         if known is not None:  # this block's tail has grown
             if known.parent is not parent or key[: len(known.key)] != known.key:
                 return None
+            if self.checkpoints is not None and len(key) > len(known.key):
+                self.checkpoints.detach(known)
             self._unlink(known)
             known.key, known.path_hash = key, path_hash
             self._link(parent, known)
@@ -192,7 +202,7 @@ class PrefixTree:
         before, agreeing = self._best_tail(parent, key)
         if before is not None and not full and agreeing == len(key):
             return None  # a longer block already has all of it
-        if before is not None and agreeing == len(before.key) < len(key) and self.pool.refs(before.block) == 0:
+        if before is not None and agreeing == len(before.key) < len(key) and self._useless(before):
             self._remove(before)  # the newcomer has all of this tail, and more
         node = Node(key, block, parent, path_hash)
         self.pool.adopt(block)
@@ -200,6 +210,10 @@ class PrefixTree:
         self._link(parent, node)
         self._ghosts.pop(path_hash, None)
         return node
+
+    def _useless(self, tail: Node) -> bool:
+        """Nobody would miss a tail of which another block has everything."""
+        return self.pool.refs(tail.block) == 0 and tail.checkpoint is None
 
     def _link(self, parent: Node, node: Node) -> None:
         parent.children[node.key] = node
@@ -212,6 +226,8 @@ class PrefixTree:
         del parent.keys[bisect_left(parent.keys, node.key)]
 
     def _remove(self, node: Node) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.detach(node)
         self._unlink(node)
         del self._nodes[node.block]
         self.pool.disown(node.block)
@@ -350,6 +366,8 @@ class PrefixTree:
     def check_integrity(self) -> None:
         """Walk the whole tree; AssertionError names the first thing that does not hold."""
         self.pool.check_integrity()
+        if self.checkpoints is not None:
+            self.checkpoints.check_integrity()
         seen = 0
         for node in self.walk():
             seen += 1

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from shoal.config import EngineConfig
 from shoal.core.kv import KVBooks
 from shoal.core.leaders import Leaders
+from shoal.core.nodes import Match
 from shoal.core.pacing import Pacer
-from shoal.core.prefix_tree import Match
 from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Progress, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
@@ -209,7 +209,11 @@ class Scheduler:
         want = (Want.ARGMAX if seq.greedy else Want.LOGITS) if last else Want.NOTHING
         end = start + count
         generated = max(0, min(end - seq.prompt_len, count))
-        return ScheduledSequence(seq.seq_id, tuple(seq.tokens[start:end]), start, seq.table, want, generated)
+        load, seq.load = seq.load, None
+        save = self.kv.reserve(seq, end) if seq.marks else None
+        return ScheduledSequence(
+            seq.seq_id, tuple(seq.tokens[start:end]), start, seq.table, want, generated, load, save
+        )
 
     def _continue_prefills(
         self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int, joining: bool
@@ -339,6 +343,7 @@ class Scheduler:
         seq.computed += fed
         if prefill:
             self.kv.index(seq, tail=True)
+            self.kv.saved(seq)
             if seq.behind == 0:
                 self._leaders.unregister(seq)
         if seq.prefill_only and seq.behind == 0:
@@ -377,4 +382,4 @@ def _urgency(seq: Sequence) -> tuple[int, int]:
 
 def _chunk(seq: Sequence, budget: int, others: int) -> int:
     """Prompt tokens for one sequence when those behind it want `others`: a long one leaves half the budget to them."""
-    return min(seq.behind, max(budget - others, (budget + 1) // 2))
+    return min(seq.stride, max(budget - others, (budget + 1) // 2))

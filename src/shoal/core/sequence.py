@@ -38,9 +38,9 @@ class Sequence:
 
     __slots__ = (
         "_table", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "checker", "computed",
-        "computed_tokens", "copy_source", "deadline", "greedy", "group", "hashes", "indexed", "max_tokens", "miss",
-        "namespace", "order", "path", "preemptions", "prefill_only", "prompt_len", "rank", "seq_id", "shared_blocks",
-        "shared_with", "status", "timeout", "tokens", "waits_for", "waits_until",
+        "computed_tokens", "copy_source", "deadline", "greedy", "group", "hashes", "indexed", "load", "marks",
+        "max_tokens", "miss", "namespace", "order", "path", "preemptions", "prefill_only", "prompt_len", "rank",
+        "saving", "seq_id", "shared_blocks", "shared_with", "status", "timeout", "tokens", "waits_for", "waits_until",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +87,9 @@ class Sequence:
         self.indexed = 0  # full blocks known to the prefix tree
         self.shared_blocks = 0  # of `blocks`, how many came from the tree by reference
         self.copy_source: BlockId | None = None  # held until the step that copies it is done
+        self.load: int | None = None  # the checkpoint its first chunk starts from
+        self.marks: list[int] = []  # where a chunk must end, so that recurrent state can be kept there
+        self.saving: int | None = None  # the checkpoint reserved for the chunk that is being computed
         self.waits_for: Sequence | None = None  # this one computes blocks we share
         self.waits_until = 0
         self.cached_tokens = 0
@@ -109,6 +112,11 @@ class Sequence:
     def remaining(self) -> int:
         """Output tokens it may still write."""
         return self.max_tokens - (len(self.tokens) - self.prompt_len)
+
+    @property
+    def stride(self) -> int:
+        """Tokens up to the next mark, or all it is behind."""
+        return self.marks[0] - self.computed if self.marks else self.behind
 
     @property
     def waiting_for_leader(self) -> bool:

@@ -32,7 +32,8 @@ class FakeRunner:
 
     `step_s` is slept in each step. `fault` is called with each plan before it is executed, and may raise or sleep;
     `nan_for` names sequences whose rows come out as NaN. `keep_plans` records every plan. With `splits_decode`
-    generated tokens leave other KV than prompt tokens do, as on backends that compute them with other kernels.
+    generated tokens leave other KV than prompt tokens do, as on backends that compute them with other kernels. With
+    `checkpoints` above 0 logits depend on a recurrent state too, which is carried per sequence and kept on demand.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class FakeRunner:
         max_chain: int = 4,
         copies_blocks: bool = True,
         splits_decode: bool = False,
+        checkpoints: int = 0,
         step_s: float = 0.0,
         fault: Fault | None = None,
         keep_plans: bool = False,
@@ -64,6 +66,9 @@ class FakeRunner:
             copies_blocks=copies_blocks,
             exact=True,
             splits_decode=splits_decode,
+            recurrent=checkpoints > 0,
+            num_checkpoints=checkpoints,
+            checkpoint_bytes=8,
         )
         self.step_s = step_s
         self.fault = fault
@@ -71,6 +76,8 @@ class FakeRunner:
         self.plans: list[StepPlan] | None = [] if keep_plans else None
         self.closed = False
         self._kv = [[0] * block_size for _ in range(num_blocks)]
+        self._state: dict[SeqId, tuple[int, int]] = {}  # tokens seen, and the recurrent state after them
+        self._checkpoints: dict[int, tuple[int, int]] = {}
         self._salt = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -83,10 +90,15 @@ class FakeRunner:
             time.sleep(self.step_s)
         for source, destination in plan.copies:
             self._kv[destination] = list(self._kv[source])
+        for item in plan.sequences:
+            if item.load is not None:
+                self._state[item.seq_id] = self._checkpoints[item.load]
         argmax: dict[SeqId, tuple[int, ...]] = {}
         rows: list[NDArray[np.float32]] = []
         for item in plan.sequences:
             logits = self._feed(item, item.tokens, item.start, item.generated)
+            if item.save is not None:
+                self._checkpoints[item.save] = self._state[item.seq_id]
             if item.want is Want.LOGITS:
                 rows.append(logits)
             elif item.want is Want.ARGMAX:
@@ -119,6 +131,8 @@ class FakeRunner:
             value = _mix(state ^ _mix(token * 0x1000003 + position) ^ (position >= prompt_end))
             self._kv[item.block_table[position // size]][position % size] = value
             state = _mix(state ^ value)
+        if self.spec.recurrent:
+            state ^= self._carry(item.seq_id, tokens, start)
         if item.seq_id in self.nan_for:
             return np.full(self.spec.vocab_size, np.nan, np.float32)
         bits = self._salt ^ np.uint64(state)
@@ -126,8 +140,22 @@ class FakeRunner:
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)) - np.float32(2.0)
 
+    def _carry(self, seq_id: SeqId, tokens: Sequence[int], start: int) -> int:
+        """Take tokens into a sequence's recurrent state. RunnerError when it has none of the tokens before."""
+        seen, state = self._state.get(seq_id, (0, 0)) if start else (0, 0)
+        if seen != start:
+            raise RunnerError(
+                f"sequence {seq_id} goes on at {start} without its recurrent state", value=seen, limit=start
+            )
+        for token in tokens:
+            state = _mix(state ^ token)
+        self._state[seq_id] = (start + len(tokens), state)
+        return state
+
     def release(self, seq_ids: Sequence[SeqId]) -> None:
-        """Forget injected faults of these sequences."""
+        """Forget the recurrent state and the injected faults of these sequences."""
+        for seq_id in seq_ids:
+            self._state.pop(seq_id, None)
         self.nan_for.difference_update(seq_ids)
 
     def close(self) -> None:

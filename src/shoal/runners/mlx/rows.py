@@ -1,0 +1,288 @@
+"""Sequences side by side in `mlx-lm`'s caches: they join along the batch axis and leave by selection.
+
+A cache here is one per layer, as `mlx_lm.models.cache` makes them; a `CacheList` holds several. Its *leaves* are of two
+sorts: KV (plain or rotating), whose arrays are [B, H, T, D], and recurrent state (`ArraysCache`), arrays [B, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+)
+
+from shoal.plan import SeqId
+
+BATCHED = (KVCache, RotatingKVCache, ArraysCache)
+"""Leaves that can be joined and selected from; exactly these, a subclass may do something else."""
+_PADDED = (BatchKVCache, BatchRotatingKVCache)
+
+
+def leaves(caches: Sequence[Any]) -> list[Any]:
+    """The caches, lists of caches opened, in order."""
+    found: list[Any] = []
+    for cache in caches:
+        found += leaves(cache.caches) if isinstance(cache, CacheList) else [cache]
+    return found
+
+
+def kv_leaves(caches: Sequence[Any]) -> list[Any]:
+    """The leaves that hold KV."""
+    return [leaf for leaf in leaves(caches) if not isinstance(leaf, ArraysCache)]
+
+
+def state_leaves(caches: Sequence[Any]) -> list[ArraysCache]:
+    """The leaves that hold recurrent state."""
+    return [leaf for leaf in leaves(caches) if isinstance(leaf, ArraysCache)]
+
+
+def arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """All arrays in the caches, for evaluation."""
+    found: list[mx.array] = []
+    for leaf in leaves(caches):
+        parts = leaf.cache if isinstance(leaf, ArraysCache) else leaf.state
+        found += [part for part in parts if isinstance(part, mx.array)]
+    return found
+
+
+class Rows:
+    """Some sequences in one set of caches, row by row.
+
+    Rows of one length lie in plain caches with an integer offset; rows of different lengths are padded on the left
+    and masked, in `mlx-lm`'s batch caches. Invariant: `lengths[i]` tokens of sequence `ids[i]` are in row i, and
+    `ahead` more that may have to be taken back.
+    """
+
+    def __init__(self, caches: list[Any], ids: list[SeqId], lengths: list[int], *, padded: bool = False) -> None:
+        self.caches = caches
+        self.ids = ids
+        self.lengths = lengths
+        self.padded = padded
+        self.ahead = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    # -- joining and leaving ------------------------------------------------------------------------------------
+
+    def join(self, other: Rows) -> None:
+        """Take in the rows of `other`, which is used up."""
+        if not self.ids:
+            self.caches, self.padded = other.caches, other.padded
+        elif not self._join_plain(other):
+            self.pad()
+            other.pad()
+            for mine, theirs in zip(self.caches, other.caches, strict=True):
+                mine.extend(theirs)
+        self.ids = [*self.ids, *other.ids]
+        self.lengths = [*self.lengths, *other.lengths]
+        self._align()
+
+    def _join_plain(self, other: Rows) -> bool:
+        """Concatenate plain caches of one length; False, with nothing changed, when they are not alike."""
+        if self.padded or other.padded or self.lengths[0] != other.lengths[0]:
+            return False
+        pairs = list(zip(leaves(self.caches), leaves(other.caches), strict=True))
+        joined = [_concatenated(a, b) for a, b in pairs]
+        if any(leaf is None for leaf in joined):
+            return False
+        replacement = iter(joined)
+        self.caches = [_mapped(cache, lambda _: next(replacement)) for cache in self.caches]
+        return True
+
+    def pad(self) -> None:
+        """Go over to batch caches, whose rows may have different lengths."""
+        if self.padded:
+            return
+        rows = [self.alone(i).caches for i in range(len(self))]
+        self.caches = [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
+        self.padded = True
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        if list(rows) == list(range(len(self))):
+            return
+        self.ids = [self.ids[i] for i in rows]
+        self.lengths = [self.lengths[i] for i in rows]
+        if not rows:
+            self.caches, self.padded, self.ahead = [], False, 0
+            return
+        chosen = mx.array(list(rows))
+        if not self.padded:
+            self.caches = [_mapped(cache, lambda leaf: _selected(leaf, chosen)) for cache in self.caches]
+            return
+        for cache in self.caches:
+            cache.filter(chosen)
+        self._align()
+
+    def _align(self) -> None:
+        """Rows of one length need no padding: back to plain caches, whose steps are cheaper."""
+        kv = kv_leaves(self.caches)
+        if not self.padded or len(set(self.lengths)) > 1:
+            return
+        if all(isinstance(leaf, BatchKVCache) and not leaf.empty() for leaf in kv):
+            held = self.lengths[0] + self.ahead
+            self.caches = [_mapped(cache, lambda leaf: _plain(leaf, held)) for cache in self.caches]
+            self.padded = False
+
+    def take_back(self) -> None:
+        """Forget the tokens that were fed ahead. Only for caches that can be trimmed."""
+        if self.ahead:
+            for leaf in leaves(self.caches):
+                leaf.trim(self.ahead)
+            self.ahead = 0
+
+    def alone(self, row: int) -> Rows:
+        """A copy of one row, in plain caches."""
+        if self.padded:
+            caches = [cache.extract(row) for cache in self.caches]
+        else:
+            caches = [_mapped(cache, lambda leaf: _row(leaf, row)) for cache in self.caches]
+        return Rows(caches, [self.ids[row]], [self.lengths[row]])
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def kv(self, row: int, begin: int, end: int) -> list[tuple[mx.array, mx.array]]:
+        """Copies of K and V, [1, H, end - begin, D], of one row's positions begin .. end - 1, for each KV leaf.
+
+        A rotating cache must still have them.
+        """
+        length, found = self.lengths[row], []
+        for leaf in kv_leaves(self.caches):
+            keys, values = _in_order(leaf, row)
+            filled = keys.shape[2] - self.ahead
+            assert length - begin <= filled, f"{length - begin} positions are asked of a cache of {filled}"
+            span = slice(filled - (length - begin), filled - (length - end))
+            found.append((mx.contiguous(keys[:, :, span]), mx.contiguous(values[:, :, span])))
+        return found
+
+    # -- feeding ------------------------------------------------------------------------------------------------
+
+    def feed(self, model: Callable[..., mx.array], chunks: Sequence[Sequence[int]]) -> None:
+        """Compute a chunk of prompt tokens for each row. Only the caches are evaluated: no position reaches the
+        projection to the vocabulary.
+        """
+        fed = [len(chunk) for chunk in chunks]
+        longest = max(fed)
+        ragged = min(fed) < longest
+        if ragged:
+            self.pad()
+            padding = [longest - count for count in fed]
+            for cache in self.caches:
+                cache.prepare(lengths=fed, right_padding=padding)
+        tokens = mx.array([[*chunk, *([0] * (longest - len(chunk)))] for chunk in chunks])
+        model(tokens, cache=self.caches)
+        if ragged:
+            mx.eval(arrays(self.caches))
+            for cache in self.caches:
+                cache.finalize()
+        mx.async_eval(arrays(self.caches))
+        self.lengths = [length + count for length, count in zip(self.lengths, fed, strict=True)]
+        self._align()
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step of some rows that was started before anybody asked for it: what was fed, and what comes out, a row each.
+
+    `best` is fed on; `chosen` is the same with -1 where logits are not finite.
+    """
+
+    fed: list[int]
+    best: mx.array
+    chosen: mx.array
+
+    def of(self, rows: Sequence[int]) -> Ahead:
+        """The same of these rows only."""
+        picked = mx.array(list(rows))
+        return Ahead([self.fed[row] for row in rows], self.best[picked], self.chosen[picked])
+
+
+def alike(joining: Sequence[tuple[Rows, Sequence[int]]]) -> list[list[tuple[Rows, Sequence[int]]]]:
+    """Groups of which the shortest chunk is at least half of the longest, so that little is padded."""
+    groups: list[list[tuple[Rows, Sequence[int]]]] = []
+    for rows, tokens in sorted(joining, key=lambda pair: len(pair[1])):
+        if groups and len(groups[-1][0][1]) * 2 >= len(tokens) and bool(groups[-1][0][1]) == bool(tokens):
+            groups[-1].append((rows, tokens))
+        else:
+            groups.append([(rows, tokens)])
+    return groups
+
+
+def _mapped(cache: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(cache, CacheList):
+        return CacheList(*(_mapped(part, function) for part in cache.caches))
+    return function(cache)
+
+
+def _with_rows(leaf: Any, change: Callable[[mx.array], mx.array]) -> Any:
+    """A plain leaf whose arrays are those of `leaf`, changed along the batch axis."""
+    if isinstance(leaf, ArraysCache):
+        made = ArraysCache(len(leaf.cache))
+        made.cache = [None if part is None else change(part) for part in leaf.cache]
+        return made
+    keys, values, *rest = leaf.state
+    if keys is None:
+        return leaf
+    return type(leaf).from_state((change(keys), change(values), *rest))
+
+
+def _row(leaf: Any, row: int) -> Any:
+    return _with_rows(leaf, lambda array: array[row : row + 1])
+
+
+def _selected(leaf: Any, rows: mx.array) -> Any:
+    return _with_rows(leaf, lambda array: array[rows])
+
+
+def _concatenated(a: Any, b: Any) -> Any | None:
+    """Two plain leaves as one along the batch axis; None when their insides differ in more than the number of rows."""
+    if isinstance(a, ArraysCache):
+        if any((x is None) != (y is None) for x, y in zip(a.cache, b.cache, strict=True)):
+            return None
+        made = ArraysCache(len(a.cache))
+        made.cache = [None if x is None else mx.concatenate([x, y]) for x, y in zip(a.cache, b.cache, strict=True)]
+        return made
+    (keys, values, *rest), (other_keys, other_values, *other_rest) = a.state, b.state
+    if keys is None or other_keys is None or rest != other_rest:
+        return None
+    if keys.shape[2] != other_keys.shape[2]:
+        if type(a) is not KVCache:
+            return None
+        (keys, values), (other_keys, other_values) = a.keys_and_values(), b.keys_and_values()
+    joined = mx.concatenate([keys, other_keys]), mx.concatenate([values, other_values])
+    return type(a).from_state((*joined, *rest))
+
+
+def _plain(leaf: Any, length: int) -> Any:
+    if isinstance(leaf, ArraysCache):
+        return leaf
+    keys, values = leaf.keys_and_values()
+    filled = keys.shape[2]
+    return KVCache.from_state((keys[:, :, filled - length :], values[:, :, filled - length :], length))
+
+
+def _in_order(leaf: Any, row: int) -> tuple[mx.array, mx.array]:
+    """K and V of one row, [1, H, T, D], the last token's last."""
+    if isinstance(leaf, BatchRotatingKVCache):
+        leaf, row = leaf.extract(row), 0
+    if not isinstance(leaf, RotatingKVCache):
+        keys, values = leaf.keys_and_values()
+        return keys[row : row + 1], values[row : row + 1]
+    keys, values, offset, _, _, index = leaf.state
+    keys, values = keys[row : row + 1], values[row : row + 1]
+    if index == keys.shape[2]:
+        return keys, values
+    if index >= offset:  # not full yet
+        return keys[:, :, :index], values[:, :, :index]
+    parts = slice(index, None), slice(0, index)
+    return tuple(mx.concatenate([x[:, :, part] for part in parts], axis=2) for x in (keys, values))

@@ -1,0 +1,389 @@
+"""The runner over `mlx-lm`'s models: dense batch rows for what decodes, blocks of KV for what is shared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+from shoal.errors import RunnerError
+from shoal.models.files import ModelFiles
+from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.mlx.loading import Loaded, Precision, read_model, spec_of
+from shoal.runners.mlx.rows import Ahead, Rows, alike, arrays, kv_leaves, state_leaves
+from shoal.runners.mlx.store import BlockStore
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A sequence whose KV is in rows: `stored` of its positions are in the block store too.
+
+    `alone` holds its row until it is in the batch that decodes.
+    """
+
+    table: tuple[BlockId, ...]
+    stored: int
+    alone: Rows | None = field(default=None)
+
+
+class MLXRunner:
+    """Keeps running sequences as rows of `mlx-lm`'s caches, and maps the core's block ids to copies of their KV.
+
+    A pass is up to two: the prompt tokens of a step but for the last of each sequence, which fill caches only; then one
+    token for every sequence that wants output, all rows at once. KV is copied into blocks when its sequence leaves or
+    another one reads it. Invariant: `_owner[block]` is the one sequence that may still have slots of the block that are
+    not in the store. All calls must come from the thread that made the runner.
+    """
+
+    def __init__(self, loaded: Loaded, spec: ModelSpec) -> None:
+        """Over a loaded model; use `load`."""
+        self._spec = spec
+        self._model: Any = loaded.model
+        self._thread = threading.get_ident()
+        self._store = BlockStore(spec.block_size)
+        self._owner: dict[BlockId, SeqId] = {}
+        self._live: dict[SeqId, Live] = {}
+        self._batch = Rows([], [], [])
+        self._ahead: Ahead | None = None
+        self._may_run_ahead = loaded.window is None and not loaded.state_bytes  # only KV that can be cut is taken back
+        self._states: dict[int, list[list[mx.array]]] = {}
+        # A rotating cache forgets: what is in it must be stored before it is a window old.
+        window = loaded.window
+        self._store_every = None if window is None else max(1, min(spec.block_size, window - spec.max_chain))
+
+    @classmethod
+    def load(
+        cls,
+        files: ModelFiles,
+        *,
+        kv_bytes: int,
+        memory_bytes: int | None = None,
+        precision: Precision = "auto",
+        max_step_tokens: int = 1024,
+        cache_limit: int | None = None,
+    ) -> MLXRunner:
+        """Load a directory that `mlx-lm` knows, or a GGUF file, on MLX's default device.
+
+        `kv_bytes` is the most that blocks of KV and checkpoints may take, `memory_bytes` what weights, those and the
+        transient of a step may take together. `precision` "auto" leaves floats as the files have them. `cache_limit`
+        bounds the freed memory that MLX keeps for reuse, in this process. Raises `ModelError`s for what is wrong with
+        the files, `ConfigError` for a budget below one block and one checkpoint.
+        """
+        if cache_limit is not None:
+            mx.set_cache_limit(cache_limit)
+        if mx.metal.is_available():
+            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        loaded = read_model(files, precision)
+        return cls(loaded, spec_of(loaded, kv_bytes, memory_bytes, max_step_tokens))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Facts about the loaded model; constant for the runner's life."""
+        return self._spec
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most memory MLX had in use at once so far, in this process."""
+        return int(mx.get_peak_memory())
+
+    # -- the protocol -------------------------------------------------------------------------------------------
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """One pass, or `plan.chain` of them. `RunnerError` for a plan that reads what nothing wrote, from another
+        thread, or when MLX fails; the sequences of the plan have no rows then.
+        """
+        self._check_thread()
+        if not 1 <= plan.chain <= self._spec.max_chain:
+            raise RunnerError(f"chain is {plan.chain}", value=plan.chain, limit=self._spec.max_chain)
+        try:
+            return self._execute(plan)
+        except (RuntimeError, ValueError, MemoryError, RunnerError) as error:
+            gone = {item.seq_id for item in plan.sequences} | set(self._batch.ids)
+            for seq_id in gone:
+                self._live.pop(seq_id, None)
+            self._batch, self._ahead = Rows([], [], []), None
+            if isinstance(error, RunnerError):
+                raise
+            raise RunnerError(f"step {plan.step}: MLX failed: {error}", value=plan.step) from error
+
+    def release(self, seq_ids: Sequence[SeqId]) -> None:
+        """Store what these sequences' rows hold, and drop the rows."""
+        self._check_thread()
+        for seq_id in seq_ids:
+            live = self._live.get(seq_id)
+            if live is not None:
+                self._forget(seq_id, live)
+
+    def close(self) -> None:
+        """Free weights, rows and blocks. Idempotent."""
+        self._check_thread()
+        self._model = None
+        self._store.clear()
+        self._owner.clear()
+        self._live.clear()
+        self._states.clear()
+        self._batch, self._ahead = Rows([], [], []), None
+        mx.clear_cache()
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RunnerError(
+                "the model was loaded on another thread",
+                value=threading.current_thread().name,
+                hint="MLX work stays on the thread that loaded the model; give work to the Engine, which owns one",
+            )
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
+        if self._model is None:
+            raise RunnerError("the runner is closed", hint="load the model again")
+        for source, destination in plan.copies:
+            self._flush_owner(source)
+            self._owner.pop(destination, None)
+            self._store.copy(source, destination)
+        self._make_way(plan)
+        for item in plan.sequences:
+            self._admit(item)
+        for item in plan.sequences:
+            self._claim(item, plan.chain)
+        self._prefill(plan.sequences)
+        wanted = [item for item in plan.sequences if item.want is not Want.NOTHING]
+        if not wanted:
+            mx.eval([arrays(live.alone.caches) for live in self._live.values() if live.alone is not None])
+            return StepOutput({})
+        return self._decode(wanted, plan.chain)
+
+    def _make_way(self, plan: StepPlan) -> None:
+        """Take rows out of the batch that this step does not feed as the batch is fed: one token, for output."""
+        feeds = {item.seq_id: item for item in plan.sequences}
+        if self._ahead is not None and not self._goes_on(feeds, self._ahead):
+            self._batch.take_back()
+            self._ahead = None
+        keep = []
+        for row, seq_id in enumerate(self._batch.ids):
+            item, live = feeds.get(seq_id), self._live.get(seq_id)
+            if live is None:
+                continue
+            ready = item is not None and len(item.tokens) == 1 and item.want is not Want.NOTHING
+            if ready and item is not None and item.start == self._batch.lengths[row] and item.load is None:
+                keep.append(row)
+            else:
+                live.alone = self._batch.alone(row)
+        if self._ahead is not None and len(keep) < len(self._batch):
+            self._ahead = self._ahead.of(keep) if keep else None
+        self._batch.keep(keep)
+        if not self._spec.recurrent:  # what waits goes to the store; recurrent state cannot
+            for seq_id, live in list(self._live.items()):
+                if seq_id not in feeds:
+                    self._forget(seq_id, live)
+
+    def _goes_on(self, feeds: Mapping[SeqId, ScheduledSequence], ahead: Ahead) -> bool:
+        """Whether the step wants what was started ahead: rows may have left the batch, none joins it."""
+        rows = set(self._batch.ids)
+        if any(seq_id not in rows for seq_id in feeds):
+            return False
+        for row, seq_id in enumerate(self._batch.ids):
+            item = feeds.get(seq_id)
+            if item is None:
+                if seq_id in self._live:
+                    return False
+            elif (item.tokens, item.want, item.start) != ((ahead.fed[row],), Want.ARGMAX, self._batch.lengths[row]):
+                return False
+        return True
+
+    def _admit(self, item: ScheduledSequence) -> None:
+        """See to it that the sequence has rows with its positions below `start`."""
+        live = self._live.get(item.seq_id)
+        if live is not None:
+            length = self._length(item.seq_id, live)
+            if length == item.start and item.load is None:
+                return
+            self._flush(item.seq_id, live)
+        for block in set(item.block_table[: -(-item.start // self._spec.block_size)]):
+            self._flush_owner(block)
+        caches = self._assembled(item)
+        rows = Rows(caches, [item.seq_id], [item.start])
+        self._live[item.seq_id] = Live(item.block_table, item.start, rows)
+
+    def _assembled(self, item: ScheduledSequence) -> list[Any]:
+        """Fresh caches that hold positions 0 .. start - 1, from blocks and a checkpoint."""
+        caches: list[Any] = make_prompt_cache(self._model)
+        if item.start == 0:
+            return caches
+        states = state_leaves(caches)
+        if states:
+            saved = self._states.get(-1 if item.load is None else item.load)
+            if saved is None:
+                raise RunnerError(
+                    f"sequence {item.seq_id} goes on at {item.start} without its recurrent state", value=item.load
+                )
+            for leaf, parts in zip(states, saved, strict=True):
+                leaf.cache = list(parts)
+        kv = kv_leaves(caches)
+        parts = self._store.read(item.block_table, item.start) if kv else []
+        for i, leaf in enumerate(kv):
+            keys = mx.concatenate([part[i][0] for part in parts], axis=2) if len(parts) > 1 else parts[0][i][0]
+            values = mx.concatenate([part[i][1] for part in parts], axis=2) if len(parts) > 1 else parts[0][i][1]
+            window = getattr(leaf, "max_size", None)
+            if window is None:
+                leaf.state = keys, values, item.start
+            else:
+                held = min(window, item.start)
+                leaf.state = keys[:, :, -held:], values[:, :, -held:], item.start, 0, window, held
+        return caches
+
+    def _claim(self, item: ScheduledSequence, chain: int) -> None:
+        """Note that the blocks this item writes are its own from the first fed slot on."""
+        size = self._spec.block_size
+        live = self._live[item.seq_id]
+        live.table = item.block_table
+        first, slot = divmod(item.start, size)
+        last = (item.start + len(item.tokens) + chain - 2) // size
+        if last >= len(item.block_table):
+            raise RunnerError(f"sequence {item.seq_id} feeds past its block table", value=last, limit=len(live.table))
+        for index in range(first, last + 1):
+            block = item.block_table[index]
+            if self._owner.get(block) != item.seq_id:
+                self._owner[block] = item.seq_id
+                self._store.truncate(block, slot if index == first else 0)
+
+    def _prefill(self, items: Sequence[ScheduledSequence]) -> None:
+        """Feed prompt tokens: all of a sequence that wants nothing, all but the last of one that wants output.
+
+        Those that want output share a pass when their lengths are alike, and join the batch.
+        """
+        joining: list[tuple[Rows, Sequence[int]]] = []
+        for item in items:
+            rows = self._live[item.seq_id].alone
+            if rows is None:
+                continue
+            if item.want is Want.NOTHING:
+                rows.feed(self._model, [item.tokens])
+                self._after_prefill(item, rows)
+            else:
+                joining.append((rows, item.tokens[:-1]))
+        for group in alike(joining):
+            rows = group[0][0]
+            for other, _ in group[1:]:
+                rows.join(other)
+            for seq_id in rows.ids:
+                self._live[seq_id].alone = rows
+            if group[0][1]:
+                rows.feed(self._model, [tokens for _, tokens in group])
+                self._store_old(rows.ids)
+            self._batch.join(rows)
+            for seq_id in rows.ids:
+                self._live[seq_id].alone = None
+
+    def _after_prefill(self, item: ScheduledSequence, rows: Rows) -> None:
+        if item.save is not None:
+            self._states[item.save] = [list(leaf.cache) for leaf in state_leaves(rows.caches)]
+        self._store_old([item.seq_id])
+
+    def _decode(self, items: Sequence[ScheduledSequence], chain: int) -> StepOutput:
+        """One token for each row, `chain` times; the token fed back stays on the device."""
+        by_id = {item.seq_id: item for item in items}
+        ordered = [by_id[seq_id] for seq_id in self._batch.ids]
+        if chain > 1 and any(item.want is not Want.ARGMAX or len(item.tokens) > 1 for item in items):
+            raise RunnerError("a chained step feeds one token per sequence and wants the arg-max", value=chain)
+        chosen: list[mx.array] = []
+        wanted, rows = None, [row for row, item in enumerate(ordered) if item.want is Want.LOGITS]
+        if self._ahead is not None:
+            best = self._ahead.best
+            chosen.append(self._ahead.chosen)
+        else:
+            best, given, logits = self._started(mx.array([item.tokens[-1] for item in ordered]))
+            chosen.append(given)
+            wanted = logits[mx.array(rows)].astype(mx.float32) if rows else None
+        while len(chosen) < chain:
+            best, given, _ = self._started(best)
+            chosen.append(given)
+        following = self._started(best) if self._may_run_ahead and not rows else None
+        mx.eval(chosen, wanted)
+        tokens = [step.tolist() for step in chosen]
+        self._batch.lengths = [length + chain for length in self._batch.lengths]
+        self._batch.ahead = 0 if following is None else 1
+        self._ahead = None if following is None else Ahead(tokens[-1], following[0], following[1])
+        self._store_old(self._batch.ids)
+        argmax = {
+            item.seq_id: tuple(step[row] for step in tokens)
+            for row, item in enumerate(ordered)
+            if item.want is Want.ARGMAX
+        }
+        return StepOutput(argmax, None if wanted is None else _in_plan_order(wanted, rows, ordered, items))
+
+    def _started(self, fed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Start a step of the batch, one token a row; gives the best tokens to feed, the same with -1 where the logits
+        are not finite, and the logits [B, V]. None of it has been waited for.
+        """
+        logits = self._model(fed[:, None], cache=self._batch.caches)[:, -1, :]
+        best = mx.argmax(logits, axis=-1)
+        chosen = mx.where(mx.isfinite(mx.max(logits, axis=-1)), best.astype(mx.int32), -1)
+        mx.async_eval(chosen)
+        return best, chosen, logits
+
+    # -- between rows and blocks --------------------------------------------------------------------------------
+
+    def _length(self, seq_id: SeqId, live: Live) -> int:
+        rows, row = self._place(seq_id, live)
+        return rows.lengths[row]
+
+    def _place(self, seq_id: SeqId, live: Live) -> tuple[Rows, int]:
+        rows = self._batch if live.alone is None else live.alone
+        return rows, rows.ids.index(seq_id)
+
+    def _forget(self, seq_id: SeqId, live: Live) -> None:
+        """Leave a sequence's KV to the store."""
+        self._flush(seq_id, live)
+        del self._live[seq_id]
+        for block in live.table:
+            if self._owner.get(block) == seq_id:
+                del self._owner[block]
+
+    def _flush_owner(self, block: BlockId) -> None:
+        owner = self._owner.get(block)
+        if owner is None:
+            return
+        live = self._live.get(owner)
+        if live is not None:  # None after a failed pass
+            self._flush(owner, live)
+
+    def _flush(self, seq_id: SeqId, live: Live) -> None:
+        """Copy what the store lacks of a sequence into it, where its blocks are still its own."""
+        rows, row = self._place(seq_id, live)
+        length = rows.lengths[row]
+        if length == live.stored:
+            return
+        size = self._spec.block_size
+        end = -(-length // size)
+        mine = [self._owner.get(block) == seq_id for block in live.table[:end]]
+        if any(mine[live.stored // size :]):
+            kv = rows.kv(row, live.stored, length)
+            mx.async_eval(kv)
+            self._store.write(live.table, live.stored, kv, mine)
+        live.stored = length
+
+    def _store_old(self, seq_ids: Sequence[SeqId]) -> None:
+        """Before a rotating cache forgets them, store positions that only rows have."""
+        if self._store_every is None:
+            return
+        for seq_id in seq_ids:
+            live = self._live[seq_id]
+            if self._length(seq_id, live) - live.stored >= self._store_every:
+                self._flush(seq_id, live)
+
+
+def _in_plan_order(
+    logits: mx.array, rows: Sequence[int], ordered: Sequence[ScheduledSequence], items: Sequence[ScheduledSequence]
+) -> NDArray[np.float32]:
+    """Rows of logits, float32 [n, V], in the order of the plan; a copy that may be written to."""
+    place = {ordered[row].seq_id: i for i, row in enumerate(rows)}
+    order = [place[item.seq_id] for item in items if item.want is Want.LOGITS]
+    return np.array(logits)[order]
