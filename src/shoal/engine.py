@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import queue
 import threading
@@ -228,6 +229,11 @@ class Engine:
         with self._lock:
             self._loop.on_step = [known for known in self._loop.on_step if known is not listener]
 
+    def set_max_stall(self, ms: float) -> None:
+        """Change `max_stall_ms` for the steps to come; `config` says the new one. ConfigError when out of range."""
+        self.config = dataclasses.replace(self.config, max_stall_ms=ms)
+        self.call(lambda: self._loop.scheduler.set_max_stall(ms))
+
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far."""
         return self._loop.stats()
@@ -269,7 +275,7 @@ class Engine:
         with self._lock:
             first, self._closing = not self._closing, True
         if first:
-            self._commands.put(_nothing)
+            self._commands.put(lambda: None)  # wakes the thread
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         self._stopped.set()
@@ -392,7 +398,3 @@ class Engine:
             self.failure = error
             self._end_all(error, FinishReason.ERROR)
             return
-
-
-def _nothing() -> None:
-    """Wake the engine's thread."""

@@ -33,6 +33,9 @@ def serve(
     drain: Annotated[float, typer.Option(help="Seconds that requests may go on after a stop.", min=0)] = 20.0,
     cors: Annotated[list[str] | None, typer.Option(help="Allow this browser origin; may be given again.")] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Put request bodies into the log.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Serve browsers that know the server by this name; may be given again.")
+    ] = None,
     runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
@@ -41,6 +44,7 @@ def serve(
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise BackendError("the server's packages are not installed", hint="pip install 'shoal[server]'")
     from shoal.models import Store
+    from shoal.models.store import default_root
     from shoal.server import logs
     from shoal.server.config import ServerConfig
     from shoal.server.hub import ModelHub
@@ -52,6 +56,8 @@ def serve(
         drain_s=drain,
         cors_origins=tuple(cors or ()),
         log_prompts=log_prompts,
+        history=default_root() / "history.db",
+        allowed_hosts=(host, *(allow_host or ())),
     )
     logs.configure()
     _warn_if_open(host, api_key)
@@ -65,6 +71,7 @@ def serve(
     def ready(number: int) -> None:
         place = f"[{host}]" if ":" in host else host
         print(f"shoal serves {model} on http://{place}:{number}/v1", flush=True)
+        note(f"the page is at http://{place}:{number}/")
 
     note(f"loading {model}")
     engine = load(model)

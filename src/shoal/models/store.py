@@ -111,7 +111,7 @@ class Store:
             return stored
         if pull:
             return self.pull(name)
-        self._check_name(name)
+        self.check_name(name)
         hint = f"run `shoal models pull {name}`"
         raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=hint)
 
@@ -120,7 +120,7 @@ class Store:
 
         Raises `ModelNotFoundError`, `DownloadError`, `ModelFormatError` (wrong checksum), `StoreError` (cannot write).
         """
-        self._check_name(name)
+        self.check_name(name)
         with _writing(self._models):
             self._models.mkdir(parents=True, exist_ok=True)
             self._sweep()
@@ -145,7 +145,7 @@ class Store:
         for model in self._entries():
             if model.name == name:
                 return model
-        self._check_name(name)
+        self.check_name(name)
         hint = f"run `shoal models pull {name}`"
         raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=hint)
 
@@ -168,6 +168,11 @@ class Store:
                 shutil.rmtree(trash)
         return freed
 
+    def derived_bytes(self, name: str) -> int:
+        """What was derived from a model (conversions, repacked weights) takes on disk."""
+        key = _key(self._models, _slug(name))
+        return sum(_size(path) for path in self._cache.glob("*") if path.name.startswith(key))
+
     def cache_dir(self, key: str) -> Path:
         """A directory, made if need be, for what is derived from a model; `key` should start with `ModelFiles.key`."""
         if not re.fullmatch(r"[\w-][\w.-]{0,200}", key):
@@ -181,7 +186,7 @@ class Store:
     def _cache(self) -> Path:
         return self.root / "cache"
 
-    def _check_name(self, name: str) -> None:
+    def check_name(self, name: str) -> None:
         """Raise `ModelNotFoundError` for what is neither a known name nor a hub id, with names that come near."""
         if name in self._sources or _is_hub_id(name):
             return
@@ -249,7 +254,7 @@ class Store:
 
     def _pull_hub(self, name: str) -> None:
         match = _HUB_ID.fullmatch(name)
-        assert match is not None  # `_check_name` was passed
+        assert match is not None  # `check_name` was passed
         directory = self._models / _slug(name)
         kind = fetch.download_hub(match["repo"], match["file"], directory)
         with _writing(directory):
