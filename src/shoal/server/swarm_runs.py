@@ -98,11 +98,9 @@ class SwarmRuns:
     async def record(self, run_id: str) -> Document:
         """The record of a run as it is now. ApiError 404 when there is none."""
         run = self._runs.get(run_id)
-        if run is not None and not run.finished:
+        if run is not None:
             return run.document
         document = await asyncio.to_thread((await self.history()).get, run_id)
-        if document is None and run is not None:  # it could not be saved
-            document = run.document
         if document is None:
             raise ApiError(404, f"there is no run {run_id!r}", code="run_not_found")
         return document

@@ -3,7 +3,7 @@
 import { call } from "./api.js";
 import { $, announce, ask, bytes, say, seconds } from "./dom.js";
 
-let state = { model: null, calls: 0, status: "" };
+let state = { model: null };
 let switching = null;
 
 /** Fill the selector from the store. Gives what the server said of the store. */
@@ -35,7 +35,13 @@ export function showState(page) {
 export function setUpModels({ busy, failed }) {
   $("model").onchange = async () => {
     const name = $("model").value;
-    const drain = state.calls ? await howToSwitch(name) : 30;
+    let drain = null;
+    try {
+      const { calls } = await call("GET", "/v1/page"); // what was heard last may be seconds old
+      drain = calls ? await howToSwitch(name, calls) : 30;
+    } catch (error) {
+      failed(error);
+    }
     if (!name || drain === null) {
       $("model").value = state.model ?? "";
       return;
@@ -44,8 +50,8 @@ export function setUpModels({ busy, failed }) {
   };
 }
 
-function howToSwitch(name) {
-  const told = state.calls === 1 ? "One run or call is in flight." : `${state.calls} runs and calls are in flight.`;
+function howToSwitch(name, calls) {
+  const told = calls === 1 ? "One run or call is in flight." : `${calls} runs and calls are in flight.`;
   return ask({
     title: `Switch to ${name}?`,
     text: `${told} The switch can wait for what is in flight, for up to 30 seconds, or end it now.`,
