@@ -41,7 +41,7 @@ class Bench:
 
     @property
     def run_id(self) -> str:
-        return self.page.url.partition("#")[2]
+        return str(self.page.url).partition("#")[2]
 
     @property
     def cards(self) -> Locator:

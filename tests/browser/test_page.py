@@ -32,9 +32,8 @@ def test_eight_cards_stream_and_finish_and_a_synthesis_follows(bench: Bench, liv
     expect(page.locator("#tile-rate")).to_have_text(re.compile(r"\d+ tok/s"))
     expect(page.locator("#tile-prefix")).to_have_text("40 tokens")
     expect(page.locator("#tile-kv-note")).to_have_text(re.compile(r"[1-9].* MB saved"))
-    expect(bench.card(1).locator(".card-facts")).to_have_text(
-        re.compile(r"\d+ tok · \d+ tok/s · TTFT \d+ ms · \d\d cached")
-    )
+    facts = re.compile(r"\d+ tok · \d+ tok/s · TTFT \d+ ms · \d\d cached")
+    expect(bench.card(1).locator(".card-facts")).to_have_text(facts)
     told = page.locator("#announcer p").all_inner_texts()
     assert len(told) <= 5, "the listener is told of events, not of tokens"
     assert told[-1].startswith("All have ended")
@@ -90,11 +89,10 @@ def test_one_by_one_shows_both_times(bench: Bench) -> None:
     expect(bench.page.locator("#tile-alone-note")).to_contain_text("3 of 3 answers the same")
 
 
-@pytest.mark.parametrize(
-    ("choice", "ends"), [("Let it finish", {"done"}), ("End it now", {"cancelled", "failed", "done"})]
-)
-def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str, ends: set[str]) -> None:
-    bench = Bench(page, live.url).open(maxTokens=50 if choice == "Let it finish" else LONG)
+@pytest.mark.parametrize("choice", ["Let it finish", "End it now"])
+def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str) -> None:
+    waits = choice == "Let it finish"
+    bench = Bench(page, live.url).open(maxTokens=50 if waits else LONG)
     before = live.http.get("/v1/page").json()["model"]
     other = TWIN if before == MODEL else MODEL
     bench.ask()
@@ -106,9 +104,9 @@ def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str
     expect(page.locator("#send")).to_be_enabled()  # again: not while a model is being loaded
     expect(page.locator("#progress")).to_be_hidden()
     assert live.http.get("/v1/page").json()["model"] == other
-    states = set(bench.states())
-    assert states <= ends
-    assert states & (ends - {"done"} or ends)
+    states = bench.states()
+    assert (set(states) == {"done"}) is waits
+    assert waits or states[8] == "cancelled"  # the synthesis was still to come
     page.evaluate("localStorage.shoal = JSON.stringify({ maxTokens: 4 })")
     page.reload()
     expect(page.locator("#model")).to_have_value(other)
@@ -169,7 +167,9 @@ def test_a_phone_can_do_it(browser_phone: Page, live: Live) -> None:
     assert set(bench.states()) == {"done"}
     wide = browser_phone.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert wide[0] <= wide[1]
-    assert bench.card(0).bounding_box()["width"] > 300  # type: ignore[index]
+    card = bench.card(0).bounding_box()
+    assert card is not None
+    assert card["width"] > 300
     for name in ("Ask", "Settings", "History"):
         box = browser_phone.get_by_role("button", name=name, exact=True).bounding_box()
         assert box is not None
@@ -207,13 +207,13 @@ def test_landmarks_names_and_live_regions(bench: Bench) -> None:
     page = bench.page
     bench.ask()
     bench.wait_end()
-    for role, count in (("banner", 1), ("main", 1), ("log", 1)):
-        expect(page.get_by_role(role)).to_have_count(count)  # type: ignore[arg-type]
+    for landmark in (page.get_by_role("banner"), page.get_by_role("main"), page.get_by_role("log")):
+        expect(landmark).to_have_count(1)
     expect(page.get_by_role("region", name="Ask")).to_be_visible()
     expect(page.get_by_role("article", name="Key facts")).to_be_visible()
     nameless = page.evaluate(
-        """() => [...document.querySelectorAll("button, input, select, textarea, a")].filter((e) =>
-          !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.getAttribute("aria-label"))).map((e) => e.outerHTML)"""
+        """() => [...document.querySelectorAll("button, input, select, textarea, a")]
+          .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"""
     )
     assert nameless == []
     assert page.locator("#run [aria-live]").count() == 0  # or a listener would hear every token

@@ -25,13 +25,11 @@ def free_port() -> int:
 
 @contextmanager
 def serving(port: int, home: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "shoal.cli.main", "serve", "--model", MODEL, "--port", str(port)]
     code = "from shoal.cli.main import main; main()"
-    command[1:3] = ["-c", code]
+    command = [sys.executable, "-c", code, "serve", "--model", MODEL, "--port", str(port)]
     environment = {**os.environ, "SHOAL_HOME": str(home)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as server:
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, env=environment) as server:
         assert server.stdout is not None
         try:
             assert server.stdout.readline().startswith("shoal serves")

@@ -18,7 +18,8 @@ from shoal.server.swarm_record import apply
 from tests.server.live import Live, error_of, toy
 
 AGENTS = [{"name": f"Agent {n}", "task": f"Say {n}."} for n in range(8)]
-Events = list[tuple[int | None, str, Any]]
+Entry = tuple[int | None, str, Any]  # the event's id, name and data
+Events = list[Entry]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +47,7 @@ def events(live: Live, run: str, path: str = "events", timeout_s: float = 30.0) 
     return list(follow(live, run, path, timeout_s))
 
 
-def follow(
-    live: Live, run: str, path: str = "events", timeout_s: float = 30.0
-) -> Iterator[tuple[int | None, str, Any]]:
+def follow(live: Live, run: str, path: str = "events", timeout_s: float = 30.0) -> Iterator[Entry]:
     with httpx.stream("GET", f"{live.url}/v1/swarms/{run}/{path}", timeout=timeout_s) as answer:
         assert answer.status_code == 200
         number, name = None, ""
@@ -94,8 +93,10 @@ def test_a_snapshot_and_its_frames_make_the_record(live: Live) -> None:
     for frame in frames:
         apply(made, frame)
     assert made == record(live, made["id"])
+    first = got[0][0]
+    assert first is not None
     numbers = [number for number, name, _ in got if name == "frame"]
-    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert numbers == list(range(first + 1, first + 1 + len(numbers)))
 
 
 def test_following_goes_on_behind_the_last_frame_that_was_seen(live: Live) -> None:

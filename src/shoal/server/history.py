@@ -191,7 +191,7 @@ def _owner() -> str:
 def _alive(owner: str) -> bool:
     pid, _, began = owner.partition("-")
     try:
-        return abs(psutil.Process(int(pid)).create_time() - int(began)) < 2
+        return bool(abs(psutil.Process(int(pid)).create_time() - int(began)) < 2)
     except (psutil.NoSuchProcess, ValueError):
         return False
     except psutil.AccessDenied:
