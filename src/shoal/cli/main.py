@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.cli import doctor, models, replay, run, serve, swarm
+from shoal.cli import compare, doctor, models, quantize, replay, run, serve, swarm
 from shoal.cli.console import describe
 from shoal.errors import ShoalError
 
@@ -47,6 +47,8 @@ app.command("swarm")(swarm.swarm)
 app.command("run")(run.run)
 app.add_typer(models.app, name="models")
 app.command("serve")(serve.serve)
+app.command("quantize")(quantize.quantize)
+app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
 

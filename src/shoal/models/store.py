@@ -252,6 +252,27 @@ class Store:
                 raise
         _sync(self._models)
 
+    @contextmanager
+    def adding(self, name: str) -> Iterator[Path]:
+        """Put a GGUF file of one's own into the store: write it to the path given; at the end it is there whole.
+
+        Raises `StoreError` for a name that is taken or is none.
+        """
+        if not re.fullmatch(r"[\w-][\w.-]{0,99}", name) or name in self._sources or self._stored(name) is not None:
+            hint = "letters, digits, '.', '_' and '-', and not in the store yet"
+            raise StoreError(f"a model cannot be called {name!r}", value=name, limit=hint, hint=f"it takes {hint}")
+        work = self._models / _temporary()
+        try:
+            with _writing(work):
+                (work / "model").mkdir(parents=True)
+            path = work / "model" / f"{name}.gguf"
+            yield path
+            with _writing(work):
+                _write_marker(work / "model", name, "gguf", [path.name], f"added {time.time()}")
+                self._publish(name, work / "model")
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
     def _pull_hub(self, name: str) -> None:
         match = _HUB_ID.fullmatch(name)
         assert match is not None  # `check_name` was passed
