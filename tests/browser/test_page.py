@@ -32,7 +32,7 @@ def test_eight_cards_stream_and_finish_and_a_synthesis_follows(bench: Bench, liv
     expect(page.locator("#tile-rate")).to_have_text(re.compile(r"\d+ tok/s"))
     expect(page.locator("#tile-prefix")).to_have_text("40 tokens")
     expect(page.locator("#tile-kv-note")).to_have_text(re.compile(r"[1-9].* MB saved"))
-    facts = re.compile(r"\d+ tok · \d+ tok/s · TTFT \d+ ms · \d\d cached")
+    facts = re.compile(r"\d+\stok · \d+\stok/s · TTFT\s\d+\sms · \d\d\scached")
     expect(bench.card(1).locator(".card-facts")).to_have_text(facts)
     told = page.locator("#announcer p").all_inner_texts()
     assert len(told) <= 5, "the listener is told of events, not of tokens"
@@ -86,7 +86,7 @@ def test_one_by_one_shows_both_times(bench: Bench) -> None:
     bench.wait_end()
     expect(bench.cards).to_have_count(4)
     expect(bench.page.locator("#tile-alone")).to_have_text(re.compile(r"[\d.]+ s vs [\d.]+ s"))
-    expect(bench.page.locator("#tile-alone-note")).to_contain_text("3 of 3 answers the same")
+    expect(bench.page.locator("#tile-alone-note")).to_contain_text("3 of 3 answers equal")
 
 
 @pytest.mark.parametrize("choice", ["Let it finish", "End it now"])
@@ -126,7 +126,7 @@ def test_a_run_survives_a_reload(page: Page, live: Live) -> None:
     assert set(bench.states()) == {"done"}
     record = live.http.get(f"/v1/swarms/{run}").json()
     assert [card["tokens"] for card in record["together"]["cards"]] == [
-        int(re.sub(r" tok .*", "", text)) for text in page.locator("#run .card-facts").all_inner_texts()
+        int(re.sub(r"\stok .*", "", text)) for text in page.locator("#run .card-facts").all_inner_texts()
     ]
 
 
@@ -257,4 +257,4 @@ def test_settings_reach_the_engine_and_the_store_is_shown(bench: Bench, live: Li
     bench.wait_end()
     expect(page.locator("#tile-prefix-note")).to_have_text("sharing is off")
     expect(page.locator("#run-facts")).to_contain_text("at most 6 tokens each")
-    expect(bench.card(1).locator(".card-facts")).to_contain_text("· 0 cached")
+    expect(bench.card(1).locator(".card-facts")).to_have_text(re.compile(r"· 0\scached"))

@@ -43,6 +43,7 @@ def test_sizes_and_what_is_loaded(live: Live, home: Path) -> None:
     assert models["org/two"]["derived_bytes"] == 700
     assert models["one"]["weights"] is None  # no GGUF, whatever its name says
     assert told["free_bytes"] > 0
+    assert told["history"] == {"runs": 0, "bytes": 0}
 
 
 def test_a_model_is_deleted_but_not_the_one_in_use(live: Live, home: Path) -> None:

@@ -83,7 +83,11 @@ def _slug(name: str) -> str:
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size = 0
+    for file in path.rglob("*"):
+        with suppress(FileNotFoundError):  # a download renames its files when they are whole
+            size += file.stat().st_size if file.is_file() else 0
+    return size
 
 
 class Store:
@@ -172,6 +176,10 @@ class Store:
         """What was derived from a model (conversions, repacked weights) takes on disk."""
         key = _key(self._models, _slug(name))
         return sum(_size(path) for path in self._cache.glob("*") if path.name.startswith(key))
+
+    def bytes_so_far(self, name: str) -> int:
+        """What lies in a model's place, finished or not."""
+        return _size(self._models / _slug(name))
 
     def cache_dir(self, key: str) -> Path:
         """A directory, made if need be, for what is derived from a model; `key` should start with `ModelFiles.key`."""

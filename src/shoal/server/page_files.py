@@ -20,7 +20,7 @@ _TYPES = {
 }
 _POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none';"
-    " frame-ancestors 'none'"
+    " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,

@@ -39,7 +39,7 @@ def add_page(app: FastAPI, api: Api) -> None:
     _page_routes(app, api, runs)
     _run_routes(app, runs)
     _history_routes(app, runs)
-    _storage_routes(app, Storage(api.hub))
+    _storage_routes(app, Storage(api.hub), runs)
 
 
 def _file_routes(app: FastAPI) -> None:
@@ -148,10 +148,11 @@ def _history_routes(app: FastAPI, runs: SwarmRuns) -> None:
         return {"id": run_id, "deleted": True}
 
 
-def _storage_routes(app: FastAPI, storage: Storage) -> None:
+def _storage_routes(app: FastAPI, storage: Storage, runs: SwarmRuns) -> None:
     @app.get("/v1/storage")
     async def describe() -> dict[str, Any]:
-        return await asyncio.to_thread(storage.describe)
+        count, size = await runs.size()
+        return {**await asyncio.to_thread(storage.describe), "history": {"runs": count, "bytes": size}}
 
     @app.post("/v1/storage")
     async def pull(body: PullRequest) -> dict[str, Any]:

@@ -110,6 +110,13 @@ class SwarmRuns:
         history = await self.history()
         return await asyncio.to_thread(history.search, query, limit, offset)
 
+    async def size(self) -> tuple[int, int]:
+        """How many runs the history has, and its bytes on disk; zeros when it cannot be read."""
+        try:
+            return await asyncio.to_thread((await self.history()).size)
+        except HistoryError:
+            return 0, 0
+
     async def rename(self, run_id: str, title: str) -> None:
         """Give a run another title. ApiError 404."""
         if not await asyncio.to_thread((await self.history()).rename, run_id, title):

@@ -80,5 +80,5 @@ function facts(card) {
   if (card.ttft_ms !== null) told.push(`TTFT ${Math.round(card.ttft_ms)} ms`);
   told.push(`${card.cached_tokens} cached`);
   if (card.finish_reason === "length") told.push("cut at the limit");
-  return told.join(" · ");
+  return told.map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · "); // lines break between facts
 }

@@ -22,6 +22,7 @@ const view = new RunView({ changed: runChanged, lost: connectionLost });
 let instance = null; // of the server: another one means that it was restarted
 let retries = 0;
 let timer = null;
+let polling = null;
 let loading = false;
 let sending = false;
 
@@ -42,8 +43,14 @@ function connection(state, text) {
   say($("connection-text"), text);
 }
 
-/** Ask the server how it is; after a silence, come back to what was on the screen. */
-async function poll() {
+/** Ask the server how it is, one question at a time; gives its answer, or undefined. */
+function poll() {
+  polling ??= askServer().finally(() => (polling = null));
+  return polling;
+}
+
+/** After a silence, come back to what was on the screen. */
+async function askServer() {
   clearTimeout(timer);
   let page;
   try {
@@ -62,8 +69,8 @@ async function poll() {
   showState(page);
   connection(page.healthy ? "ok" : "waiting", page.healthy ? "connected" : page.status);
   if (page.history_error) banner(`Runs are not being saved: ${page.history_error}`, "bad");
-  if (restarted) await afterRestart();
-  else if (wasLost) await view.resume().catch(complain);
+  if (restarted) afterRestart().catch(complain);
+  else if (wasLost) view.resume().catch(complain);
   timer = setTimeout(poll, document.hidden ? 4 * POLL_MS : POLL_MS);
   return page;
 }

@@ -202,8 +202,8 @@ export class RunView {
     if (alone) {
       say($("tile-alone"), `${seconds(alone.wall_s)} vs ${seconds(sum.wall_s)}`);
       const done = this.document.one_by_one.cards.filter(ended).length;
-      const equal = same === null ? `${done} of ${this.agents} have ended` : `${same} of ${this.agents} answers the same`;
-      const factor = this.running ? "" : `together ${(alone.wall_s / sum.wall_s).toFixed(1)}× as fast, `;
+      const equal = same === null ? `${done} of ${this.agents} have ended` : `${same} of ${this.agents} answers equal`;
+      const factor = this.running ? "" : `${(alone.wall_s / sum.wall_s).toFixed(1)}× as fast, `;
       say($("tile-alone-note"), factor + equal);
     } else {
       say($("tile-alone"), "–");

@@ -109,7 +109,8 @@ async function refreshStorage() {
   const storage = await refreshModels();
   if (!$("settings").open) return;
   $("storage").replaceChildren(...storage.models.map(stored), ...storage.pulls.filter((pull) => pull.stage !== "done").map(pulling));
-  say($("storage-free"), `${bytes(storage.free_bytes)} free`);
+  const { runs, bytes: size } = storage.history;
+  say($("storage-free"), `${bytes(storage.free_bytes)} free. History: ${runs} runs${size ? `, ${bytes(size)}` : ""}.`);
   clearTimeout(polling);
   if (storage.pulls.some((pull) => !pull.finished)) polling = setTimeout(() => refreshStorage().catch(() => {}), PULL_MS);
 }
@@ -127,7 +128,7 @@ function stored(model) {
 }
 
 function pulling(pull) {
-  const amount = pull.total ? `${bytes(pull.done)} of ${bytes(pull.total)}` : "";
+  const amount = pull.total ? `${bytes(pull.done)} of ${bytes(pull.total)}` : pull.done ? `${bytes(pull.done)} so far` : "";
   const bar = make("progress", { attributes: { "aria-label": `Fetching ${pull.name}` } });
   if (pull.total) Object.assign(bar, { max: pull.total, value: pull.done });
   const text = make("span", {}, make("b", {}, pull.name), make("span", { className: "quiet" }, pull.error ?? `${pull.stage} ${amount}`));
