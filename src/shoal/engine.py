@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 import time
@@ -242,6 +243,11 @@ class Engine:
         with self._lock:
             if rouse not in self._loop.on_pass:
                 self._loop.on_pass.append(rouse)
+
+    def set_max_stall(self, ms: float) -> None:
+        """Change `max_stall_ms` for the steps to come; `config` says the new one. ConfigError when out of range."""
+        self.config = dataclasses.replace(self.config, max_stall_ms=ms)
+        self.call(lambda: self._loop.scheduler.set_max_stall(ms))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far."""

@@ -98,6 +98,10 @@ class StoreError(ModelError):
     """The model store on disk cannot be read or written."""
 
 
+class HistoryError(ShoalError):
+    """The history of runs on disk cannot be read or written: a full disk, a damaged file, a newer version."""
+
+
 class DownloadError(ModelError):
     """A model could not be fetched: no network, no package index, no such file there."""
 

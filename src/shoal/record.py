@@ -114,6 +114,11 @@ class RecordingScheduler(Scheduler):
         self._write("share", seq_id=seq.seq_id)
         super().share(seq)
 
+    def set_max_stall(self, ms: float) -> None:
+        """Log and do."""
+        self._write("max_stall", ms=ms)
+        super().set_max_stall(ms)
+
     def close(self) -> None:
         """Close the log."""
         self._file.close()
@@ -195,6 +200,7 @@ class _Replay:
             "forgo": lambda e: self._scheduler.forgo(tuple(e["tokens"]), Namespace(**e["namespace"]), e["due"]),
             "unpin": lambda e: self._scheduler.unpin(e["seq_id"]),
             "defer": lambda e: self._scheduler.defer(e["deferring"]),
+            "max_stall": lambda e: self._scheduler.set_max_stall(e["ms"]),
             "preempt_all": lambda e: self._scheduler.preempt_all(drop_cached=e["drop_cached"]),
             "share": lambda e: self._scheduler.share(self._sequences[e["seq_id"]]),
         }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import InvalidRequestError, ShoalError
 from shoal.sampling import derive_seed
-from shoal.types import Event, FinishReason, Message, Request, Result, SamplingParams
+from shoal.types import Event, FinishReason, Message, Namespace, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
@@ -54,6 +55,19 @@ SPECIALISTS = (
 )
 
 
+SYNTHESIS = Specialist(
+    "Synthesis", "Join these notes into one answer to the question, in four short sentences at most."
+)
+"""Who reads what the others wrote, once they have ended."""
+
+
+def swarm_sampling(max_tokens: int, temperature: float, seed: int) -> SamplingParams:
+    """How a swarm's agents choose their tokens: what keeps a small model from repeating itself."""
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=40, top_p=0.9, repetition_penalty=1.1, seed=seed
+    )
+
+
 def specialists(count: int) -> tuple[Specialist, ...]:
     """The first `count` built-in specialists; `InvalidRequestError` unless there are as many."""
     most = len(SPECIALISTS)
@@ -70,9 +84,19 @@ def swarm_messages(question: str, specialist: Specialist) -> list[Message]:
     return [{"role": "system", "content": RULES}, {"role": "user", "content": f"{question}\n\n{specialist.task}"}]
 
 
-def swarm_requests(question: str, team: Sequence[Specialist], sampling: SamplingParams) -> list[Request]:
+def synthesis_messages(question: str, reader: Specialist, notes: Sequence[tuple[str, str]]) -> list[Message]:
+    """The chat for the one who joins `notes`, pairs of a name and a text. It begins as the agents' chats do."""
+    told = "\n\n".join(f"{name}: {text.strip()}" for name, text in notes)
+    content = f"{question}\n\nNotes:\n\n{told}\n\n{reader.task}"
+    return [{"role": "system", "content": RULES}, {"role": "user", "content": content}]
+
+
+def swarm_requests(
+    question: str, team: Sequence[Specialist], sampling: SamplingParams, *, sharing: bool = True
+) -> list[Request]:
     """One request per specialist, each with a seed of its own drawn from `sampling.seed`.
 
+    Without `sharing` each is in a namespace that nobody else has, so that no prefix is found or left.
     Raises `InvalidRequestError` for a question without text.
     """
     question = question.strip()
@@ -82,8 +106,14 @@ def swarm_requests(question: str, team: Sequence[Specialist], sampling: Sampling
     for number, specialist in enumerate(team):
         seed = None if sampling.seed is None else derive_seed(sampling.seed, number)
         own = dataclasses.replace(sampling, seed=seed)
-        requests.append(Request(messages=swarm_messages(question, specialist), sampling=own, group="swarm"))
+        space = Namespace() if sharing else _alone()
+        chat = swarm_messages(question, specialist)
+        requests.append(Request(messages=chat, sampling=own, group="swarm", namespace=space))
     return requests
+
+
+def _alone() -> Namespace:
+    return Namespace(task=f"alone-{secrets.token_hex(8)}")
 
 
 class State(StrEnum):
@@ -171,7 +201,8 @@ class Swarm:
 
     Invariant: a submitted agent is pumped to its one last event, also after `abort` or when another was refused. All
     methods belong to one thread; the engine's thread only leaves events here. With `serial` each agent is submitted
-    when the one before has ended, everything else being equal.
+    when the one before has ended, everything else being equal. With a `synthesis` one more agent reads what the
+    others wrote, once they have ended; its card is not among `cards`.
     """
 
     def __init__(
@@ -181,11 +212,16 @@ class Swarm:
         sampling: SamplingParams,
         *,
         serial: bool = False,
+        synthesis: Specialist | None = None,
+        sharing: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises `InvalidRequestError` for a question without text."""
-        self._requests = swarm_requests(question, team, sampling)
+        self._requests = swarm_requests(question, team, sampling, sharing=sharing)
         self.cards = [Card(specialist) for specialist in team]
+        self.synthesis = Card(synthesis) if synthesis is not None else None
+        self._question = question.strip()
+        self._sharing = sharing
         self._coming = list(reversed(list(zip(self.cards, self._requests, strict=True))))
         self._serial = serial
         self._clock = clock
@@ -194,12 +230,18 @@ class Swarm:
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._news = threading.Event()
         self._streaming = False
+        self._joining = False  # the agents have ended, the synthesis has begun
         self._began = self._ended = 0.0
 
     @property
     def finished(self) -> bool:
-        """True when every agent has ended."""
-        return all(card.finished for card in self.cards)
+        """True when every agent has ended, the one of the synthesis too."""
+        return all(card.finished for card in self.everyone)
+
+    @property
+    def everyone(self) -> list[Card]:
+        """All cards, that of the synthesis last."""
+        return [*self.cards, self.synthesis] if self.synthesis is not None else self.cards
 
     def start(self, engine: Engine) -> None:
         """Submit the agents (with `serial`, the first). Raises as `Engine.submit`, then none is left running."""
@@ -225,24 +267,29 @@ class Swarm:
             if card.finished:
                 del self._running[event.request_id]
                 ended.append(card)
-        if self._serial and not self._running and self._coming:
-            self._submit()
+        if not self._running:
+            self._go_on()
         for card in self._running.values():
             card.look()
         return ended
 
-    def abort(self) -> None:
-        """End all agents at the next token boundary, and those that are still to come at once."""
-        for card, _ in self._coming:
-            card.state = State.ABORTED
-        self._coming.clear()
+    def abort(self, only: Card | None = None) -> None:
+        """End all agents, or one, at the next token boundary; those that are still to come end at once."""
+        for entry in list(self._coming):
+            if only is None or entry[0] is only:
+                entry[0].state = State.ABORTED
+                self._coming.remove(entry)
         for card in self._running.values():
-            assert card.handle is not None
-            card.handle.abort()
+            if only is None or card is only:
+                assert card.handle is not None
+                card.handle.abort()
+        last = self.synthesis
+        if last is not None and last.handle is None and (only is None or only is last):
+            last.state = State.ABORTED
 
     def summary(self, now: float | None = None) -> Summary:
-        """Numbers of what has run, up to the last end or, while agents run, up to `now`."""
-        ended = self._ended if now is None or self.finished else now
+        """Numbers of the agents, without the synthesis, up to the last end or, while agents run, up to `now`."""
+        ended = self._ended if now is None or all(card.finished for card in self.cards) else now
         prompts = [card.handle.admissible.tokens for card in self.cards if card.handle is not None]
         shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
         return Summary(
@@ -254,7 +301,8 @@ class Swarm:
 
     def failures(self) -> list[ShoalError]:
         """Errors of the agents that failed."""
-        return [card.result.error for card in self.cards if card.result is not None and card.result.error is not None]
+        results = [card.result for card in self.everyone]
+        return [result.error for result in results if result is not None and result.error is not None]
 
     def _submit(self) -> None:
         assert self._engine is not None
@@ -269,10 +317,47 @@ class Swarm:
             self.abort()
             raise
 
+    def _go_on(self) -> None:
+        """Nobody runs: the next of a serial run, or the synthesis."""
+        if self._coming:
+            self._submit()
+        elif self.synthesis is not None and self.synthesis.handle is None and not self.synthesis.finished:
+            try:
+                self._synthesise(self.synthesis)
+            except ShoalError:
+                self.abort()
+                raise
+
+    def _synthesise(self, card: Card) -> None:
+        """Submit the synthesis of what there is."""
+        assert self._engine is not None
+        notes = [(other.name, other.text) for other in self.cards if other.text.strip()]
+        if not notes:
+            card.state = State.ABORTED
+            return
+        self._joining = True
+        request = self._fitting(self._engine, card.specialist, notes)
+        card.handle = self._engine.submit(request, sink=self._take)
+        self._running[card.handle.id] = card
+
+    def _fitting(self, engine: Engine, reader: Specialist, notes: Sequence[tuple[str, str]]) -> Request:
+        """The request for the synthesis, the notes cut, all alike, until they leave the answer its room."""
+        first = self._requests[0]
+        limit = min(engine.spec.context_length, engine.spec.kv_capacity)
+        limit -= min(first.sampling.max_tokens, limit // 4)
+        longest = max(len(text) for _, text in notes)
+        while True:
+            messages = synthesis_messages(self._question, reader, [(name, text[:longest]) for name, text in notes])
+            space = Namespace() if self._sharing else _alone()
+            request = dataclasses.replace(first, messages=messages, namespace=space)
+            if longest == 0 or len(engine.intake.tokenize(request)) <= limit:
+                return request
+            longest = longest * 2 // 3
+
     def _take(self, event: Event) -> None:
         """On the engine's thread."""
         self._inbox.put(event)
-        if event.finished:
+        if event.finished and not self._joining:
             self._ended = self._clock()
         if event.finished or not self._streaming:
             self._streaming = True

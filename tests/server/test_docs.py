@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from shoal.server.fields import Common, Sampled
 from shoal.server.responses_schemas import ResponsesRequest
 from shoal.server.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from shoal.server.swarm_schemas import PullRequest, RenameRequest, SettingsRequest, StopRequest, SwarmRequest
 from tests.server.live import Live, error_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -23,6 +24,11 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "`POST /tokenize`": (TokenizeRequest, None),
     "`POST /v1/models/load`": (LoadRequest, None),
     "`POST /v1/models/unload`": (UnloadRequest, None),
+    "`POST /v1/swarms`": (SwarmRequest, None),
+    "`POST /v1/swarms/{run_id}/stop`": (StopRequest, None),
+    "`PATCH /v1/swarms/{run_id}`": (RenameRequest, None),
+    "`POST /v1/storage`": (PullRequest, None),
+    "`POST /v1/page`": (SettingsRequest, None),
 }
 
 

@@ -22,6 +22,7 @@ from shoal.errors import ConfigError, KVBudgetError
 from shoal.models import DEFAULT_MODEL
 from shoal.swarm import SPECIALISTS, State, Swarm
 from shoal.types import SamplingParams
+from tests.parity.tiny import write_tiny
 from tests.unit.cli_fake import opened
 
 Shoal = Callable[..., Result]
@@ -228,3 +229,29 @@ def test_the_grid_fits_the_screen_and_ends_in_full() -> None:
     assert end.count("word0 ") == end.count("word79") == len(SPECIALISTS)
     assert "done, 160 tokens" in end
     assert out.getvalue().rpartition("\x1b[?25l")[2].count("\x1b[?25h") == 1  # the cursor is back
+
+
+def test_compare_shows_both_and_how_far_apart_they_are(shoal: Shoal, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("Why?\n\nWhat is it?\n")
+    arguments = ("compare", "first", "second", "--prompts", str(tmp_path / "prompts"), "--max-tokens", "6")
+    result = shoal(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"^agreement 1\.0000 of 12 tokens, divergence 0\.00000 nats per token$", result.stdout, re.M)
+    told = json.loads(shoal(*arguments, "--json").stdout)
+    assert (told["agreement"], told["same_texts"], told["positions"]) == (1.0, 1.0, 12)
+    assert [side["model"] for side in told["models"]] == ["first", "second"]
+    missing = shoal("compare", "a", "b", "--prompts", str(tmp_path / "none"))
+    assert missing.exit_code == 2
+    assert "cannot be read" in missing.stderr
+
+
+def test_quantize_writes_a_file_or_into_the_store(shoal: Shoal, tmp_path: Path) -> None:
+    source = str(write_tiny(tmp_path / "tiny.gguf", "llama"))
+    result = shoal("quantize", source, str(tmp_path / "out.gguf"), "--type", "q4_0")
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"out\.gguf: [\d.]+ kB to [\d.]+ kB, 15 matrices as q4_0, relative error", result.stdout)
+    assert shoal("quantize", source, "small", "--type", "q8_0").exit_code == 0
+    assert shoal("models", "list").stdout.startswith("small ")
+    again = shoal("quantize", source, "small")
+    assert again.exit_code == 2
+    assert "cannot be called 'small'" in again.stderr

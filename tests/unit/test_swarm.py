@@ -12,7 +12,18 @@ from shoal.engine import Engine
 from shoal.errors import InvalidRequestError, PromptTooLongError, RunnerError
 from shoal.plan import StepPlan
 from shoal.runners.fake import ByteTokenizer, FakeRunner
-from shoal.swarm import RULES, SPECIALISTS, Card, State, Swarm, specialists, swarm_messages, swarm_requests
+from shoal.swarm import (
+    RULES,
+    SPECIALISTS,
+    SYNTHESIS,
+    Card,
+    State,
+    Swarm,
+    specialists,
+    swarm_messages,
+    swarm_requests,
+    synthesis_messages,
+)
 from shoal.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
@@ -137,3 +148,50 @@ def test_a_question_that_does_not_fit_leaves_nothing_running() -> None:
             swarm.start(made)
         assert swarm.finished
         assert made.stats().running == made.stats().waiting == 0
+
+
+def test_the_synthesis_reads_what_the_others_wrote_and_begins_as_they_do(plain: Engine) -> None:
+    swarm = Swarm(QUESTION, specialists(3), SAMPLING, synthesis=SYNTHESIS)
+    assert swarm.synthesis is not None
+    ended = follow(swarm, plain)
+    assert ended[-1] is swarm.synthesis
+    assert swarm.synthesis not in swarm.cards
+    chat = synthesis_messages(QUESTION, SYNTHESIS, [(card.name, card.text) for card in swarm.cards])
+    assert swarm.synthesis.result is not None
+    assert swarm.synthesis.result.prompt_tokens == len(ByteTokenizer().encode_messages(chat))
+    assert swarm.synthesis.result.cached_tokens >= (len(RULES + QUESTION) // 32) * 32
+    summary = swarm.summary()
+    assert summary.tokens == 3 * 24
+    alone = [card.result.latency_s for card in swarm.cards if card.result is not None]
+    assert summary.wall_s < max(alone) + swarm.synthesis.result.latency_s
+
+
+def test_one_agent_is_aborted_and_the_synthesis_does_without() -> None:
+    with engine(step_s=0.002) as made:
+        swarm = Swarm(QUESTION, specialists(3), SAMPLING, serial=True, synthesis=SYNTHESIS)
+        swarm.start(made)
+        swarm.abort(swarm.cards[2])
+        assert swarm.cards[2].state is State.ABORTED
+        while not swarm.finished:
+            swarm.pump(timeout_s=1.0)
+        states = [card.state for card in swarm.everyone]
+        assert states == [State.DONE, State.DONE, State.ABORTED, State.DONE]
+
+
+def test_a_synthesis_of_nothing_does_not_begin() -> None:
+    with engine(step_s=0.002) as made:
+        swarm = Swarm(QUESTION, specialists(2), SAMPLING, synthesis=SYNTHESIS)
+        swarm.start(made)
+        for card in swarm.cards:
+            swarm.abort(card)
+        while not swarm.finished:
+            swarm.pump(timeout_s=1.0)
+        assert {card.state for card in swarm.everyone} == {State.ABORTED}
+
+
+def test_agents_that_share_nothing_write_the_same(plain: Engine) -> None:
+    shared, alone = Swarm(QUESTION, SPECIALISTS, SAMPLING), Swarm(QUESTION, SPECIALISTS, SAMPLING, sharing=False)
+    follow(shared, plain)
+    follow(alone, plain)
+    assert [card.text for card in alone.cards] == [card.text for card in shared.cards]
+    assert alone.summary().cached_tokens == 0

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.cli import doctor, graph, models, replay, run, serve, swarm, trace
+from shoal.cli import compare, doctor, graph, models, quantize, replay, run, serve, swarm, trace
 from shoal.cli.console import describe
 from shoal.errors import ShoalError
 
@@ -49,6 +49,8 @@ app.add_typer(models.app, name="models")
 app.add_typer(graph.app, name="graph")
 app.command("trace")(trace.trace)
 app.command("serve")(serve.serve)
+app.command("quantize")(quantize.quantize)
+app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
 

@@ -36,6 +36,9 @@ def serve(
         bool, typer.Option("--governor", help="Slow down, defer and refuse by this machine's heat and battery.")
     ] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Put request bodies into the log.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Serve browsers that know the server by this name; may be given again.")
+    ] = None,
     runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
@@ -44,6 +47,7 @@ def serve(
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise BackendError("the server's packages are not installed", hint="pip install 'shoal[server]'")
     from shoal.models import Store
+    from shoal.models.store import default_root
     from shoal.power import Governor
     from shoal.server import logs
     from shoal.server.config import ServerConfig
@@ -56,6 +60,8 @@ def serve(
         drain_s=drain,
         cors_origins=tuple(cors or ()),
         log_prompts=log_prompts,
+        history=default_root() / "history.db",
+        allowed_hosts=(host, *(allow_host or ())),
     )
     logs.configure()
     _warn_if_open(host, api_key)
@@ -70,6 +76,7 @@ def serve(
     def ready(number: int) -> None:
         place = f"[{host}]" if ":" in host else host
         print(f"shoal serves {model} on http://{place}:{number}/v1", flush=True)
+        note(f"the page is at http://{place}:{number}/")
 
     note(f"loading {model}")
     engine = load(model)

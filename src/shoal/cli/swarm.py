@@ -36,17 +36,9 @@ def swarm(
     """Ask one question of up to eight specialists at once; each card streams as its tokens appear."""
     with Interrupts() as interrupts:
         from shoal.cli.screen import make_screen
-        from shoal.swarm import Swarm, specialists
-        from shoal.types import SamplingParams
+        from shoal.swarm import Swarm, specialists, swarm_sampling
 
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=40,
-            top_p=0.9,
-            repetition_penalty=1.1,
-            seed=seed,
-        )
+        sampling = swarm_sampling(max_tokens, temperature, seed)
         work = Swarm(question, specialists(agents), sampling, serial=serial)
         with make_screen(question, model, work, quiet=as_json) as screen:
             with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=agents) as engine:

@@ -44,6 +44,10 @@ class Scheduler:
         self._step = 0
         self._admissions = 0
 
+    def set_max_stall(self, ms: float) -> None:
+        """Change the stall bound for the steps to come."""
+        self.pacer.max_stall_ms = ms
+
     # -- coming and going ---------------------------------------------------------------------------------------
 
     @property

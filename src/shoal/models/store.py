@@ -83,7 +83,11 @@ def _slug(name: str) -> str:
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size = 0
+    for file in path.rglob("*"):
+        with suppress(FileNotFoundError):  # a download renames its files when they are whole
+            size += file.stat().st_size if file.is_file() else 0
+    return size
 
 
 class Store:
@@ -111,7 +115,7 @@ class Store:
             return stored
         if pull:
             return self.pull(name)
-        self._check_name(name)
+        self.check_name(name)
         hint = f"run `shoal models pull {name}`"
         raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=hint)
 
@@ -120,7 +124,7 @@ class Store:
 
         Raises `ModelNotFoundError`, `DownloadError`, `ModelFormatError` (wrong checksum), `StoreError` (cannot write).
         """
-        self._check_name(name)
+        self.check_name(name)
         with _writing(self._models):
             self._models.mkdir(parents=True, exist_ok=True)
             self._sweep()
@@ -145,7 +149,7 @@ class Store:
         for model in self._entries():
             if model.name == name:
                 return model
-        self._check_name(name)
+        self.check_name(name)
         hint = f"run `shoal models pull {name}`"
         raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=hint)
 
@@ -168,6 +172,15 @@ class Store:
                 shutil.rmtree(trash)
         return freed
 
+    def derived_bytes(self, name: str) -> int:
+        """What was derived from a model (conversions, repacked weights) takes on disk."""
+        key = _key(self._models, _slug(name))
+        return sum(_size(path) for path in self._cache.glob("*") if path.name.startswith(key))
+
+    def bytes_so_far(self, name: str) -> int:
+        """What lies in a model's place, finished or not."""
+        return _size(self._models / _slug(name))
+
     def cache_dir(self, key: str) -> Path:
         """A directory, made if need be, for what is derived from a model; `key` should start with `ModelFiles.key`."""
         if not re.fullmatch(r"[\w-][\w.-]{0,200}", key):
@@ -181,7 +194,7 @@ class Store:
     def _cache(self) -> Path:
         return self.root / "cache"
 
-    def _check_name(self, name: str) -> None:
+    def check_name(self, name: str) -> None:
         """Raise `ModelNotFoundError` for what is neither a known name nor a hub id, with names that come near."""
         if name in self._sources or _is_hub_id(name):
             return
@@ -247,9 +260,30 @@ class Store:
                 raise
         _sync(self._models)
 
+    @contextmanager
+    def adding(self, name: str) -> Iterator[Path]:
+        """Put a GGUF file of one's own into the store: write it to the path given; at the end it is there whole.
+
+        Raises `StoreError` for a name that is taken or is none.
+        """
+        if not re.fullmatch(r"[\w-][\w.-]{0,99}", name) or name in self._sources or self._stored(name) is not None:
+            hint = "letters, digits, '.', '_' and '-', and not in the store yet"
+            raise StoreError(f"a model cannot be called {name!r}", value=name, limit=hint, hint=f"it takes {hint}")
+        work = self._models / _temporary()
+        try:
+            with _writing(work):
+                (work / "model").mkdir(parents=True)
+            path = work / "model" / f"{name}.gguf"
+            yield path
+            with _writing(work):
+                _write_marker(work / "model", name, "gguf", [path.name], f"added {time.time()}")
+                self._publish(name, work / "model")
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
     def _pull_hub(self, name: str) -> None:
         match = _HUB_ID.fullmatch(name)
-        assert match is not None  # `_check_name` was passed
+        assert match is not None  # `check_name` was passed
         directory = self._models / _slug(name)
         kind = fetch.download_hub(match["repo"], match["file"], directory)
         with _writing(directory):

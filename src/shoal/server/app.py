@@ -33,21 +33,24 @@ from shoal.server.prompts import Chat, chat_tokens
 from shoal.server.responses import responses
 from shoal.server.responses_schemas import ResponsesRequest
 from shoal.server.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from shoal.server.swarm_routes import add_page
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, text in {
         400: "A field is wrong; `param` names it",
         401: "The API key is missing or wrong",
+        403: "A page of another origin calls",
         404: "No such model",
         408: "The body came too slowly",
-        409: "A switch of models is under way",
+        409: "What is in use: a switch of models is under way, a run goes on",
         413: "The body is too large",
         429: "The queue is full; see Retry-After",
         500: "The generation failed",
         502: "A model could not be fetched",
         503: "No model can serve now; see Retry-After",
         504: "The deadline passed",
+        507: "The history could not be written",
     }.items()
 }
 _ERROR_SCHEMA = {
@@ -83,6 +86,7 @@ def create_app(hub: ModelHub, config: ServerConfig | None = None) -> FastAPI:
     _generation_routes(app, api)
     _model_routes(app, api)
     _watch_routes(app, api)
+    add_page(app, api)
     _handlers(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     app.add_middleware(Gate, config=config, metrics=metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shoal.errors import ConfigError
 
@@ -16,7 +17,9 @@ class ServerConfig:
     write_timeout_s: how long it may leave a piece of an answer unread before it counts as gone. keepalive_s: a comment
     goes out on a silent stream that often. request_timeout_s: deadline of requests that bring none. max_choices: most
     answers of one call. drain_s: how long requests in flight may go on when the server stops. cors_origins: browsers'
-    origins that may call (none). log_prompts: put prompts into the log.
+    origins that may call (none). log_prompts: put prompts into the log. history: the file that swarm runs are kept in
+    (None: memory, until the end). allowed_hosts: names under which browsers may reach the server, beside addresses and
+    names without a dot.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -30,6 +33,8 @@ class ServerConfig:
     drain_s: float = 20.0
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False
+    history: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():

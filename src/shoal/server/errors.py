@@ -13,6 +13,7 @@ from shoal.errors import (
     ConfigError,
     DownloadError,
     EngineClosedError,
+    HistoryError,
     KVBudgetError,
     ModelError,
     ModelNotFoundError,
@@ -89,6 +90,8 @@ def from_shoal(error: ShoalError, names: Mapping[str, str] | None = None) -> Api
         return unavailable(text, "engine_unavailable")
     if isinstance(error, DownloadError):
         return ApiError(502, text, param="model", code="download_failed")
+    if isinstance(error, HistoryError):
+        return ApiError(507, text, code="history_failed")
     if isinstance(error, ModelError | ConfigError):
         return bad_request(text, "model", "model_unusable")
     return ApiError(500, text, code="generation_failed")

@@ -22,8 +22,11 @@ from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request
 from shoal.server.logs import log_call, logger
 from shoal.server.metrics import Metrics
+from shoal.server.origins import check_origin
 
-OPEN_PATHS = frozenset({"/health"})  # for probes, which have no key
+OPEN_PATHS = frozenset({"/health", "/"})  # for probes and for browsers opening the page, which have no key
+OPEN_FILES = "/page/"  # what the page consists of
+_FREQUENT = frozenset({"/health", "/metrics", "/v1/page", "/page/{name:path}"})  # not worth a line each
 _SAFE_ID = re.compile(r"[\w.:-]{1,128}")
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -45,8 +48,9 @@ class Gate:
             return
         call = _Call(scope, send)
         try:
+            check_origin(scope, self._config)
             self._check_key(scope)
-            if scope["method"] == "POST":
+            if scope["method"] in ("POST", "PATCH"):
                 receive = _replay(await self._body(scope, receive), receive)
             await self._app(scope, receive, call.send)
         except ApiError as error:
@@ -64,7 +68,7 @@ class Gate:
 
     def _check_key(self, scope: Scope) -> None:
         key = self._config.api_key
-        if key is None or scope["path"] in OPEN_PATHS:
+        if key is None or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FILES):
             return
         given = _header(scope, b"authorization")
         scheme, _, token = given.partition(b" ")
@@ -116,7 +120,7 @@ class _Call:
         path = getattr(route, "path", "unknown")  # never the raw path: metrics would grow with it
         status = self.status or 499  # nothing was sent: the client went away first
         metrics.count_call(path, status, elapsed)
-        level = logging.DEBUG if path in ("/health", "/metrics") else logging.INFO
+        level = logging.DEBUG if path in _FREQUENT else logging.INFO
         if logger.isEnabledFor(level):
             told = {"method": self._scope["method"], "path": path, "status": status}
             log_call({**self.record, **told, "latency_ms": round(elapsed * 1e3, 2)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class ModelHub:
         self._last_error: str | None = None
         self._lock = asyncio.Lock()
         self._released = asyncio.Event()
+        self.closing: list[Callable[[], Awaitable[None]]] = []  # called last when the hub closes
 
     def acquire(self, model: str | None) -> Served:
         """A lease on the served model. ApiError: 404 when `model` is another one, 503 when none is usable."""
@@ -153,6 +154,8 @@ class ModelHub:
         self.stopping = True
         async with self._lock:
             await self._close(drain_s)
+        for close in self.closing:
+            await close()
 
     def hurry(self) -> None:
         """Let a close that is under way wait no longer."""

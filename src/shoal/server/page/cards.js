@@ -1,0 +1,84 @@
+// A card per agent. Sizes are fixed while text streams, so nothing moves; numbers change ten times a second at most.
+
+import { make, say } from "./dom.js";
+import { render } from "./markdown.js";
+
+const ENDED = new Set(["done", "failed", "cancelled"]);
+const LABELS = { queued: "queued", prefill: "reading", decoding: "writing", done: "done", failed: "failed", cancelled: "stopped" };
+const NUMBERS_MS = 100;
+
+export const ended = (card) => ENDED.has(card.state);
+
+export class CardView {
+  /** `stop` is called when its button is pressed. */
+  constructor(card, number, colour, stop) {
+    this.card = card;
+    this.shown = { text: null, state: null, at: 0, full: false };
+    const id = `card-${number}`;
+    this.name = make("h3", { id }, card.name);
+    this.state = make("span", { className: "state" });
+    this.stop = make(
+      "button",
+      { type: "button", className: "icon small", onclick: stop, attributes: { "aria-label": `Stop ${card.name}`, title: "Stop" } },
+      "■",
+    );
+    this.body = make("div", { className: "card-body", tabIndex: 0, attributes: { role: "region", "aria-labelledby": id } });
+    this.text = make("div", { className: "prose" });
+    this.body.append(this.text);
+    this.facts = make("p", { className: "card-facts" });
+    this.element = make(
+      "article",
+      { className: "card", dataset: { number }, attributes: { "aria-labelledby": id } },
+      make("header", {}, make("span", { className: `mark agent-${colour}`, attributes: { "aria-hidden": "true" } }), this.name, this.state, this.stop),
+      this.body,
+      this.facts,
+    );
+    this.body.addEventListener("scroll", () => (this.pinned = this.atEnd()), { passive: true });
+    this.pinned = true;
+    this.update(0, true);
+  }
+
+  atEnd() {
+    return this.body.scrollTop + this.body.clientHeight >= this.body.scrollHeight - 24;
+  }
+
+  get dirty() {
+    const { card, shown } = this;
+    return shown.text !== card.text || shown.state !== card.state || (ended(card) && !shown.full);
+  }
+
+  /** Show what changed; `now` in ms. With `whole`, numbers too, however short ago they were shown. */
+  update(now, whole = false) {
+    const { card, shown } = this;
+    if (shown.text !== card.text) {
+      this.text.replaceChildren(render(card.text));
+      shown.text = card.text;
+      if (this.pinned && !ended(card)) this.body.scrollTop = this.body.scrollHeight;
+    }
+    if (shown.state !== card.state) {
+      this.element.dataset.state = card.state;
+      this.element.setAttribute("aria-busy", String(!ended(card)));
+      say(this.state, LABELS[card.state] ?? card.state);
+      this.stop.hidden = ended(card);
+      shown.state = card.state;
+      whole = true;
+      if (ended(card) && this.pinned) this.body.scrollTop = 0;
+    }
+    if (whole || now - shown.at >= NUMBERS_MS) {
+      say(this.facts, facts(card));
+      shown.at = now;
+      shown.full = ended(card);
+    }
+  }
+}
+
+function facts(card) {
+  if (card.error) return card.error;
+  if (card.state === "queued" && !card.tokens) return card.task;
+  const told = [`${card.tokens} tok`];
+  if (card.tokens_per_s) told.push(`${Math.round(card.tokens_per_s)} tok/s`);
+  if (card.ttft_ms !== null) told.push(`TTFT ${Math.round(card.ttft_ms)} ms`);
+  told.push(`${card.cached_tokens} cached`);
+  if (card.finish_reason === "length") told.push("cut at the limit");
+  return told.map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · "); // lines break between facts
+}

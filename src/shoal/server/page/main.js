@@ -1,0 +1,218 @@
+// The page: ties its parts together and keeps in touch with the server.
+
+import { ApiError, Unreachable, call, onKeyWanted } from "./api.js";
+import { chosen, clearQuestion, setUpComposer, showRunning } from "./composer.js";
+import { $, announce, ask, closable, make, say } from "./dom.js";
+import { markCurrent, refreshHistory, setUpHistory } from "./history.js";
+import { setUpModels, showState } from "./models.js";
+import { prefs } from "./prefs.js";
+import { RunView } from "./run.js";
+import { applyTheme, setUpSettings, showEngine } from "./settings.js";
+
+const POLL_MS = 2500;
+const RETRY_MS = [250, 500, 1000, 2000, 3000];
+const EXAMPLES = [
+  "Should our town build a swimming pool?",
+  "How do I start running at forty?",
+  "Is it worth learning to bake bread?",
+  "Should a small shop sell online?",
+];
+
+const view = new RunView({ changed: runChanged, lost: connectionLost });
+let instance = null; // of the server: another one means that it was restarted
+let retries = 0;
+let timer = null;
+let polling = null;
+let loading = false;
+let sending = false;
+
+function banner(text, kind = "info") {
+  $("banner").hidden = !text;
+  $("banner").dataset.kind = kind;
+  say($("banner-text"), text);
+}
+
+function complain(error) {
+  if (error instanceof Unreachable) connectionLost();
+  else banner(error.message, "bad");
+}
+
+function connection(state, text) {
+  if (loading && state !== "lost") return;
+  $("connection").dataset.state = state;
+  say($("connection-text"), text);
+}
+
+/** Ask the server how it is, one question at a time; gives its answer, or undefined. */
+function poll() {
+  polling ??= askServer().finally(() => (polling = null));
+  return polling;
+}
+
+/** After a silence, come back to what was on the screen. */
+async function askServer() {
+  clearTimeout(timer);
+  let page;
+  try {
+    page = await call("GET", "/v1/page");
+  } catch (error) {
+    if (!(error instanceof Unreachable)) complain(error);
+    connection("lost", "no connection, trying again");
+    timer = setTimeout(poll, RETRY_MS[Math.min(retries++, RETRY_MS.length - 1)]);
+    return;
+  }
+  const wasLost = retries > 0;
+  const restarted = instance !== null && page.instance !== instance;
+  retries = 0;
+  instance = page.instance;
+  showEngine(page);
+  showState(page);
+  connection(page.healthy ? "ok" : "waiting", page.healthy ? "connected" : page.status);
+  if (page.history_error) banner(`Runs are not being saved: ${page.history_error}`, "bad");
+  if (restarted) afterRestart().catch(complain);
+  else if (wasLost) view.resume().catch(complain);
+  timer = setTimeout(poll, document.hidden ? 4 * POLL_MS : POLL_MS);
+  return page;
+}
+
+function connectionLost() {
+  connection("lost", "connection lost, trying again");
+  retries = Math.max(retries, 1);
+  clearTimeout(timer);
+  timer = setTimeout(poll, RETRY_MS[0]);
+}
+
+async function afterRestart() {
+  const run = view.document;
+  const cut = run?.state === "running";
+  banner(cut ? "The server was restarted. The run was cut off; what had been saved is shown." : "The server was restarted.");
+  announce("Connected again: the server was restarted");
+  await refreshHistory();
+  if (!cut) return;
+  try {
+    await view.open(run.id);
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    run.state = "failed"; // nothing of it had been saved: keep what was seen
+    view.show(run);
+  }
+}
+
+function runChanged(run, again) {
+  showRunning(view.running);
+  $("welcome").hidden = true;
+  document.title = `${run.title} · SwarmBench`;
+  if (!again || !view.running) refreshHistory();
+  markCurrent(run.id);
+}
+
+async function send() {
+  const question = $("question").value.trim();
+  if (!question || sending || loading) {
+    $("question").focus();
+    return;
+  }
+  const body = {
+    question,
+    agents: chosen(),
+    max_tokens: prefs.maxTokens,
+    temperature: prefs.temperature,
+    synthesis: prefs.synthesis,
+    one_by_one: prefs.oneByOne,
+    sharing: prefs.sharing,
+  };
+  if (prefs.seed !== "") body.seed = prefs.seed;
+  sending = true;
+  try {
+    const { id } = await call("POST", "/v1/swarms", body);
+    clearQuestion();
+    banner("");
+    announce(`${body.agents.length} agents have begun`);
+    location.hash = id;
+  } catch (error) {
+    complain(error);
+  } finally {
+    sending = false;
+  }
+}
+
+/** The address says which run is on the screen, so that a reload comes back to it. */
+async function followAddress() {
+  const id = location.hash.slice(1);
+  if (!id) {
+    view.leave();
+    $("welcome").hidden = false;
+    document.title = "SwarmBench · shoal";
+    markCurrent(null);
+    showRunning(false);
+    return;
+  }
+  try {
+    window.scrollTo(0, 0);
+    await view.open(id);
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 404) history.replaceState(null, "", "#");
+    complain(error);
+    if (!location.hash) await followAddress();
+  }
+}
+
+function setUp(page) {
+  setUpComposer(page.specialists, send, () => view.stop().catch(complain));
+  setUpModels({
+    busy(on) {
+      loading = on;
+      $("send").disabled = on;
+      if (!on) poll();
+    },
+    failed: complain,
+  });
+  setUpHistory({
+    openRun(id) {
+      if (location.hash.slice(1) === id) return followAddress();
+      location.hash = id;
+    },
+    gone(id) {
+      if (location.hash.slice(1) === id) location.hash = "";
+    },
+    complain,
+  });
+  setUpSettings({ themeChanged: () => view.strip.restart(), complain });
+  for (const name of ["team", "settings"]) closable($(name));
+  $("banner-close").onclick = () => banner("");
+  $("examples").replaceChildren(
+    ...EXAMPLES.map((text) => {
+      const use = () => {
+        $("question").value = text;
+        send();
+      };
+      return make("li", {}, make("button", { type: "button", className: "chip", onclick: use }, text));
+    }),
+  );
+  document.addEventListener("keydown", (event) => {
+    const open = document.querySelector("dialog[open]");
+    if (event.key === "Escape" && !open && view.running) view.stop().catch(complain);
+    if (event.key === "/" && !open && !/input|textarea|select/i.test(event.target.tagName)) {
+      event.preventDefault();
+      $("question").focus();
+    }
+  });
+  document.addEventListener("visibilitychange", () => !document.hidden && poll());
+  window.addEventListener("hashchange", followAddress);
+}
+
+onKeyWanted(() =>
+  ask({
+    title: "API key",
+    text: "This server wants a key. It is kept for this tab only.",
+    buttons: [{ label: "Use it", value: true, kind: "primary" }],
+    field: { label: "Key", type: "password" },
+  }),
+);
+
+applyTheme();
+let page;
+while (!(page = await poll())) await new Promise((resolve) => setTimeout(resolve, 500));
+setUp(page);
+$("question").focus();
+await followAddress();

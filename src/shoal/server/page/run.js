@@ -1,0 +1,245 @@
+// One run on the screen: it lives on the server, the page follows its frames and can leave and come back at any time.
+
+import { ApiError, Unreachable, call, stream } from "./api.js";
+import { CardView, ended } from "./cards.js";
+import { $, announce, bytes, make, say, seconds } from "./dom.js";
+import { Strip } from "./strip.js";
+
+const RENDER_MS = 6; // of a frame's sixteen for texts; what does not fit waits for the next frame
+const TILES_MS = 100;
+
+/** Bring a record up to date with a frame, as the server does with its own. */
+export function apply(document, frame) {
+  if (frame.end) {
+    Object.assign(document, frame.end);
+    return;
+  }
+  const phase = (document[frame.phase] ??= { cards: [], steps: [], summary: null });
+  for (const { i, more, ...changes } of frame.cards) {
+    while (phase.cards.length <= i) phase.cards.push({ ...document.together.cards[phase.cards.length], text: "", state: "queued" });
+    phase.cards[i].text += more;
+    Object.assign(phase.cards[i], changes);
+  }
+  phase.steps.push(...frame.steps);
+  phase.summary = frame.summary;
+}
+
+export class RunView {
+  /** `changed` is called when the run begins or ends, `lost` when the server cannot be reached. */
+  constructor({ changed, lost }) {
+    this.changed = changed;
+    this.lost = lost;
+    this.strip = new Strip($("strip"), $("strip-note"));
+    this.document = null;
+    this.views = [];
+    this.waiting = false;
+    this.tilesAt = 0;
+    this.seen = 0; // the last frame
+    this.abort = null;
+  }
+
+  get running() {
+    return this.document?.state === "running";
+  }
+
+  /** Show a run by its id, from the beginning. Throws ApiError when there is none. */
+  async open(id) {
+    this.leave();
+    await this.follow(id, null);
+  }
+
+  /** Stop following; the run goes on. */
+  leave() {
+    this.abort?.abort();
+    this.abort = null;
+    this.document = null;
+    $("run").hidden = true;
+  }
+
+  /** Go on after a connection was lost. */
+  async resume() {
+    const id = this.document?.id;
+    if (id && this.running) await this.follow(id, this.seen);
+  }
+
+  async follow(id, after) {
+    this.abort?.abort();
+    const abort = (this.abort = new AbortController());
+    const path = `/v1/swarms/${id}/events${after === null ? "" : `?after=${after}`}`;
+    let over = false;
+    try {
+      await stream(path, abort.signal, (name, data, number) => {
+        if (abort.signal.aborted) return;
+        if (number !== null) this.seen = number;
+        if (name === "snapshot") this.show(data);
+        else if (name === "frame") this.take(data);
+        else over = name === "end";
+      });
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      if (error instanceof ApiError) throw error;
+      if (error instanceof Unreachable && !abort.signal.aborted) this.lost();
+      return;
+    }
+    if (!over && !abort.signal.aborted) this.lost(); // the server went away in good order, the run not yet at its end
+  }
+
+  show(document) {
+    const again = this.document?.id === document.id;
+    this.document = document;
+    const agents = document.together.cards.length - (document.settings.synthesis ? 1 : 0);
+    this.views = document.together.cards.map(
+      (card, i) => new CardView(card, i, i < agents ? i : 8, () => this.stop(i)),
+    );
+    this.states = document.together.cards.map((card) => card.state);
+    $("cards").replaceChildren(...this.views.slice(0, agents).map((view) => view.element));
+    $("cards").dataset.count = agents;
+    $("last").replaceChildren(...this.views.slice(agents).map((view) => view.element));
+    $("run").hidden = false;
+    say($("run-title"), document.question);
+    this.head();
+    this.strip.show(document);
+    this.tiles();
+    if (!this.running) this.settle();
+    this.changed(this.document, again);
+  }
+
+  head() {
+    const { model, created, settings, note } = this.document;
+    const when = new Date(created * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+    const told = [`${model.name} (${model.precision}, ${model.runner})`, when, `at most ${settings.max_tokens} tokens each`];
+    if (!settings.sharing) told.push("prefix sharing off");
+    if (note) told.push(note);
+    say($("run-facts"), told.join(" · "));
+  }
+
+  take(frame) {
+    apply(this.document, frame);
+    if (frame.end) {
+      this.paint(performance.now(), true);
+      this.head();
+      this.settle();
+      announce(`All have ended: ${this.outcome()}`);
+      this.changed(this.document, true);
+      return;
+    }
+    if (frame.phase === "together") this.listenFor(frame.cards);
+    if (!this.waiting) {
+      this.waiting = true;
+      requestAnimationFrame((now) => {
+        this.waiting = false;
+        this.paint(now, false);
+      });
+    }
+  }
+
+  listenFor(changes) {
+    for (const { i } of changes) {
+      const card = this.document.together.cards[i];
+      if (ended(card) && this.states[i] !== card.state) announce(`${card.name}: ${card.state}`);
+      this.states[i] = card.state;
+    }
+  }
+
+  paint(now, whole) {
+    if (!this.document) return;
+    this.strip.draw();
+    const begin = performance.now();
+    let left = false;
+    // The one after the last that was shown is the first, so that a budget that is used up starves nobody.
+    for (let n = 0; n < this.views.length; n++) {
+      const view = this.views[(n + (this.next ?? 0)) % this.views.length];
+      if (!view.dirty) continue;
+      if (!whole && performance.now() - begin > RENDER_MS) {
+        left = true;
+        this.next = (n + (this.next ?? 0)) % this.views.length;
+        break;
+      }
+      view.update(now, whole);
+    }
+    if (whole || now - this.tilesAt > TILES_MS) {
+      this.tiles();
+      this.tilesAt = now;
+    }
+    if (left && !this.waiting) {
+      this.waiting = true;
+      requestAnimationFrame((next) => {
+        this.waiting = false;
+        this.paint(next, false);
+      });
+    }
+  }
+
+  tiles() {
+    const { together, one_by_one: alone, single_tokens_per_s: told, same_texts: same, settings } = this.document;
+    const sum = together.summary;
+    if (!sum) {
+      for (const name of ["rate", "prefix", "kv", "alone"]) {
+        say($(`tile-${name}`), "–");
+        say($(`tile-${name}-note`), "\u00a0");
+      }
+      if (!settings.one_by_one) say($("tile-alone-note"), "switch it on to compare");
+      return;
+    }
+    const single = told ?? singleRate(together.steps);
+    say($("tile-rate"), `${Math.round(sum.tokens_per_s)} tok/s`);
+    const times = single ? `, ${(sum.tokens_per_s / single).toFixed(1)}× one stream (${Math.round(single)})` : "";
+    say($("tile-rate-note"), `${seconds(sum.wall_s)}${times}`);
+    say($("tile-prefix"), `${sum.prefix_tokens} tokens`);
+    const cached = together.cards.slice(0, this.agents).reduce((total, card) => total + card.cached_tokens, 0);
+    say($("tile-prefix-note"), settings.sharing ? `${cached} tokens not computed again` : "sharing is off");
+    const live = this.running && sum.kv_held > 0;
+    say($("tile-kv"), `${bytes(live ? sum.kv_held : sum.kv_peak_held)} held`);
+    say($("tile-kv-note"), `${bytes(live ? sum.kv_saved : sum.kv_peak_saved)} saved by sharing`);
+    this.compare(sum, alone?.summary, same, settings);
+  }
+
+  get agents() {
+    return this.document.together.cards.length - (this.document.settings.synthesis ? 1 : 0);
+  }
+
+  compare(sum, alone, same, settings) {
+    if (alone) {
+      say($("tile-alone"), `${seconds(alone.wall_s)} vs ${seconds(sum.wall_s)}`);
+      const done = this.document.one_by_one.cards.filter(ended).length;
+      const equal = same === null ? `${done} of ${this.agents} have ended` : `${same} of ${this.agents} answers equal`;
+      const factor = this.running ? "" : `${(alone.wall_s / sum.wall_s).toFixed(1)}× as fast, `;
+      say($("tile-alone-note"), factor + equal);
+    } else {
+      say($("tile-alone"), "–");
+      const text = settings.one_by_one ? (this.running ? "comes after the synthesis" : "was not run") : "switch it on to compare";
+      say($("tile-alone-note"), text);
+    }
+  }
+
+  outcome() {
+    const sum = this.document.together.summary;
+    return sum ? `${sum.tokens} tokens in ${seconds(sum.wall_s)}, ${Math.round(sum.tokens_per_s)} tokens per second` : "nothing ran";
+  }
+
+  settle() {
+    const steps = this.document.together.steps.length;
+    const widest = this.document.together.summary?.widest ?? 0;
+    this.strip.settle(`${steps} steps, at most ${widest} in the batch. Point at a step, or use the arrow keys, to see who was in it.`);
+    this.tiles();
+  }
+
+  async stop(card) {
+    if (!this.running) return;
+    await call("POST", `/v1/swarms/${this.document.id}/stop`, card === undefined ? {} : { card });
+  }
+}
+
+/** Tokens per second of a stream that is alone in the batch: the median of such steps. */
+function singleRate(steps) {
+  const alone = steps.filter((step) => step[2] === 1 && step[3] === 0 && step[4] > 0).map((step) => step[4] / step[1]);
+  if (alone.length < 4) return null;
+  alone.sort((a, b) => a - b);
+  return alone[alone.length >> 1] * 1000;
+}
+
+/** A line for the history: what a run is, and when it was. */
+export function runLine(run) {
+  const when = new Date(run.created * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+  return make("span", { className: "quiet" }, `${when} · ${run.model}${run.state === "done" ? "" : ` · ${run.state}`}`);
+}

@@ -1,0 +1,112 @@
+"""The model store as the page shows it: what is there, what is being fetched, and deleting."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ModelError, ShoalError
+from shoal.models import Store, StoredModel
+from shoal.models.gguf import read_gguf
+from shoal.server.errors import ApiError
+from shoal.server.hub import ModelHub
+
+_MAX_PULLS = 2  # at a time
+
+
+@dataclass(slots=True)
+class Pull:
+    """A model on its way into the store. Bytes; `total` is 0 while it is unknown, `error` says why it failed."""
+
+    name: str
+    stage: str = "starting"
+    done: int = 0
+    total: int = 0
+    finished: bool = False
+    error: str | None = None
+
+
+class Storage:
+    """The store, for a server's page. Methods may block on the disk; pulls run on threads of their own."""
+
+    def __init__(self, hub: ModelHub) -> None:
+        self._hub = hub
+        self._pulls: dict[str, Pull] = {}
+        self._weights: dict[tuple[Path, int], str] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """Models with their sizes in bytes, pulls, and how much room is left."""
+        store = Store()
+        served = self._hub.served
+        models = [
+            {
+                "name": model.name,
+                "kind": model.kind,
+                "weights": self._precision(model),
+                "bytes": model.bytes,
+                "derived_bytes": store.derived_bytes(model.name),
+                "loaded": served is not None and served.name == model.name,
+            }
+            for model in store.list()
+        ]
+        root = next(path for path in (store.root, *store.root.parents) if path.exists())
+        pulls = [asdict(pull) for pull in list(self._pulls.values())]
+        for pull in pulls:
+            if not pull["finished"] and not pull["total"]:  # the hub's client tells nobody how far it is
+                pull["done"] = store.bytes_so_far(pull["name"])
+        return {"models": models, "pulls": pulls, "free_bytes": shutil.disk_usage(root).free}
+
+    def pull(self, name: str) -> Pull:
+        """Begin to fetch a model; returns at once. ApiError 429 when enough are under way; `ModelNotFoundError`."""
+        running = [pull for pull in self._pulls.values() if not pull.finished]
+        if any(pull.name == name for pull in running):
+            return self._pulls[name]
+        if len(running) >= _MAX_PULLS:
+            raise ApiError(429, f"{len(running)} models are being fetched", code="queue_full")
+        store = Store()
+        store.check_name(name)
+        pull = self._pulls[name] = Pull(name)
+        threading.Thread(target=_fetch, args=(store, pull), name=f"pull-{name}", daemon=True).start()
+        return pull
+
+    def remove(self, name: str) -> int:
+        """Delete a model; gives the bytes freed. ApiError 409 for one in use; `ModelNotFoundError`, `StoreError`."""
+        served = self._hub.served
+        if served is not None and served.name == name:
+            raise ApiError(409, f"{name} is loaded; switch to another model first", param="name", code="model_in_use")
+        if name in self._pulls and not self._pulls[name].finished:
+            raise ApiError(409, f"{name} is being fetched", param="name", code="model_in_use")
+        self._pulls.pop(name, None)
+        return Store().remove(name)
+
+    def _precision(self, model: StoredModel) -> str | None:
+        """The type of most of a GGUF's weights, as "Q4_1"; None for other kinds and unreadable files."""
+        if model.kind != "gguf":
+            return None
+        try:
+            key = (model.path, model.path.stat().st_mtime_ns)
+            if key not in self._weights:
+                sizes: Counter[str] = Counter()
+                for tensor in read_gguf(model.path).tensors.values():
+                    sizes[tensor.type] += tensor.data.nbytes
+                self._weights[key] = sizes.most_common(1)[0][0]
+        except (OSError, ModelError):
+            return None
+        return self._weights[key]
+
+
+def _fetch(store: Store, pull: Pull) -> None:
+    def tell(stage: str, done: int, total: int) -> None:
+        pull.stage, pull.done, pull.total = stage, done, total
+
+    try:
+        store.pull(pull.name, tell)
+        pull.stage = "done"
+    except ShoalError as error:
+        pull.stage, pull.error = "failed", str(error)
+    finally:
+        pull.finished = True

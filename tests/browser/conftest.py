@@ -1,0 +1,95 @@
+"""A browser and servers for it. Skipped, with the reason, where there is no Chromium or no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from shoal.engine import Engine
+from shoal.errors import ShoalError
+from shoal.models import Store
+from tests.browser.page import MODEL, TWIN, Bench
+from tests.server.live import Live
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    with sync_playwright() as driver:
+        # Chromium's own sandbox wants more rights than containers give; what it shows here is our own page.
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A store with the default model and a second one of the same weights, sharing what was derived from them."""
+    real = Store()
+    try:
+        model = real.resolve(MODEL)
+    except ShoalError as error:
+        pytest.skip(f"no model: {error}")
+    root = tmp_path_factory.mktemp("home")
+    (root / "models" / TWIN).mkdir(parents=True)
+    (root / "models" / MODEL).symlink_to(model.path.parent)
+    (root / "models" / TWIN / "twin.gguf").symlink_to(model.path)
+    marker = {"name": TWIN, "kind": "gguf", "files": {"twin.gguf": model.path.stat().st_size}}
+    (root / "models" / TWIN / "shoal-model.json").write_text(json.dumps(marker))
+    (real.root / "cache").mkdir(exist_ok=True)
+    (root / "cache").symlink_to(real.root / "cache")
+    before = os.environ.get("SHOAL_HOME")
+    os.environ["SHOAL_HOME"] = str(root)
+    yield root
+    if before is None:
+        del os.environ["SHOAL_HOME"]
+    else:
+        os.environ["SHOAL_HOME"] = before
+
+
+@pytest.fixture(scope="module")
+def live(home: Path) -> Iterator[Live]:
+    """The real model, served with a history on disk; whatever is asked for, its weights are loaded."""
+
+    def load(name: str) -> Engine:
+        return Engine.load(MODEL, max_batch=8)
+
+    with Live(load(MODEL), load, name=MODEL, history=home / "history.db", drain_s=0.5) as server:
+        yield server
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    made = browser.new_context(viewport={"width": 1360, "height": 900}, reduced_motion="reduce")
+    made.set_default_timeout(30_000)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def page(context: BrowserContext) -> Iterator[Page]:
+    """A tab in which an error of the page fails the test."""
+    opened = context.new_page()
+    errors: list[str] = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    yield opened
+    assert errors == []
+
+
+@pytest.fixture
+def bench(page: Page, live: Live) -> Bench:
+    """The page on the real model, few tokens to an answer."""
+    return Bench(page, live.url).open(maxTokens=24)

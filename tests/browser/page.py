@@ -1,0 +1,68 @@
+"""The page as a test handles it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Self
+
+from playwright.sync_api import Locator, Page, expect
+
+MODEL = "smollm2-135m"
+TWIN = "twin"
+QUESTION = "Should our town build a swimming pool?"
+expect.set_options(timeout=30_000)  # two busy cores
+
+
+class Bench:
+    """SwarmBench in a tab."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+
+    def open(self, path: str = "/", **prefs: Any) -> Self:
+        """Load the page, with choices as if made before."""
+        text = json.dumps(json.dumps({"seed": 1, **prefs}))
+        self.page.add_init_script(f"localStorage.shoal ??= {text}")
+        self.page.goto(self.url + path)
+        expect(self.page.locator("#connection-text")).to_have_text("connected")
+        expect(self.page.locator("#count input")).to_have_count(8)
+        return self
+
+    def ask(self, question: str = QUESTION) -> str:
+        """Ask, and give the run's id once it is on the screen."""
+        before = self.page.url
+        self.page.fill("#question", question)
+        self.page.press("#question", "Enter")
+        expect(self.page).not_to_have_url(before)
+        expect(self.page.locator("#run-title")).to_have_text(question)
+        return self.run_id
+
+    @property
+    def run_id(self) -> str:
+        return str(self.page.url).partition("#")[2]
+
+    @property
+    def cards(self) -> Locator:
+        return self.page.locator("#run .card")
+
+    def card(self, number: int) -> Locator:
+        return self.page.locator(f'.card[data-number="{number}"]')
+
+    def states(self) -> list[str]:
+        told = self.cards.evaluate_all("cards => cards.map(card => card.dataset.state)")
+        return [str(state) for state in told]
+
+    def texts(self) -> list[str]:
+        return [str(text) for text in self.page.locator("#run .prose").all_inner_texts()]
+
+    def wait_writing(self, number: int = 0) -> None:
+        """Until a card has some text and goes on."""
+        expect(self.card(number)).to_have_attribute("data-state", "decoding")
+        expect(self.card(number).locator(".prose")).to_have_text(re.compile(r"\w+ \w+"))
+
+    def wait_end(self) -> None:
+        """Until the run has ended."""
+        expect(self.page.locator("#stop")).to_be_hidden()
+        expect(self.page.locator("#run .card[aria-busy=true]")).to_have_count(0)

@@ -1,0 +1,67 @@
+"""The store as the page shows it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.models import Store
+from tests.server.live import Live, error_of, toy
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    for name, size in (("one", 3000), ("org--two", 5000)):
+        directory = tmp_path / "models" / name
+        directory.mkdir(parents=True)
+        (directory / "model.gguf").write_bytes(b"x" * size)
+        marker = {"name": name.replace("--", "/"), "kind": "gguf", "files": {"model.gguf": size}}
+        (directory / "shoal-model.json").write_text(json.dumps(marker))
+    return tmp_path
+
+
+@pytest.fixture
+def live(home: Path) -> Iterator[Live]:
+    with Live(toy(), name="one") as server:
+        yield server
+
+
+def test_sizes_and_what_is_loaded(live: Live, home: Path) -> None:
+    derived = Store().cache_dir(Store().resolve("org/two", pull=False).key)
+    (derived / "packed").write_bytes(b"y" * 700)
+    told = live.http.get("/v1/storage").json()
+    models = {model["name"]: model for model in told["models"]}
+    assert set(models) == {"one", "org/two"}
+    assert models["one"]["loaded"]
+    assert not models["org/two"]["loaded"]
+    assert models["org/two"]["bytes"] > 5000
+    assert models["org/two"]["derived_bytes"] == 700
+    assert models["one"]["weights"] is None  # no GGUF, whatever its name says
+    assert told["free_bytes"] > 0
+    assert told["history"] == {"runs": 0, "bytes": 0}
+
+
+def test_a_model_is_deleted_but_not_the_one_in_use(live: Live, home: Path) -> None:
+    answer = live.http.delete("/v1/storage/one")
+    assert (answer.status_code, error_of(answer)["code"]) == (409, "model_in_use")
+    assert live.http.delete("/v1/storage/org/two").json()["freed_bytes"] > 5000
+    assert not (home / "models" / "org--two").exists()
+    assert live.http.delete("/v1/storage/org/two").status_code == 404
+    assert live.http.delete("/v1/storage/..%2f..").status_code == 404
+
+
+def test_a_pull_is_told_of_until_it_ends(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert live.post("/v1/storage", {"name": "no such name!"}).status_code == 404
+    assert live.post("/v1/storage", {"name": "nobody/nothing"}).status_code == 200
+    deadline = time.monotonic() + 20
+    while not (pull := live.http.get("/v1/storage").json()["pulls"][0])["finished"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert pull["stage"] == "failed"
+    assert "nobody/nothing" in pull["error"]

@@ -1,0 +1,336 @@
+"""Swarm runs over HTTP, on the toy model: what streams, what is kept, what stops what."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.runners.fake import FakeRunner
+from shoal.server.swarm_record import apply
+from tests.server.live import Live, error_of, toy
+
+AGENTS = [{"name": f"Agent {n}", "task": f"Say {n}."} for n in range(8)]
+Entry = tuple[int | None, str, Any]  # the event's id, name and data
+Events = list[Entry]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with Live(toy(step_s=0.001)) as server:
+        yield server
+
+
+@pytest.fixture
+def slow() -> Iterator[Live]:
+    """Steps of 10 ms: time to interfere."""
+    with Live(toy(step_s=0.01), drain_s=0.5) as server:
+        yield server
+
+
+def begin(live: Live, **fields: Any) -> str:
+    body = {"question": "Why?", "agents": AGENTS, "max_tokens": 12, "seed": 1, **fields}
+    answer = live.post("/v1/swarms", body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+def events(live: Live, run: str, path: str = "events", timeout_s: float = 30.0) -> Events:
+    """All events of a run, up to its end."""
+    return list(follow(live, run, path, timeout_s))
+
+
+def follow(live: Live, run: str, path: str = "events", timeout_s: float = 30.0) -> Iterator[Entry]:
+    with httpx.stream("GET", f"{live.url}/v1/swarms/{run}/{path}", timeout=timeout_s) as answer:
+        assert answer.status_code == 200
+        number, name = None, ""
+        for line in answer.iter_lines():
+            if line.startswith("id: "):
+                number = int(line[4:])
+            elif line.startswith("event: "):
+                name = line[7:]
+            elif line.startswith("data: "):
+                yield number, name, json.loads(line[6:])
+                number = None
+
+
+def record(live: Live, run: str) -> dict[str, Any]:
+    return dict(live.http.get(f"/v1/swarms/{run}").json())
+
+
+def finished(live: Live, run: str) -> dict[str, Any]:
+    events(live, run)
+    return record(live, run)
+
+
+def test_eight_agents_and_a_synthesis_run_to_their_ends(live: Live) -> None:
+    run = finished(live, begin(live))
+    assert run["state"] == "done"
+    cards = run["together"]["cards"]
+    assert [card["name"] for card in cards] == [*(agent["name"] for agent in AGENTS), "Synthesis"]
+    assert {card["state"] for card in cards} == {"done"}
+    assert all(card["tokens"] and card["ttft_ms"] is not None for card in cards)
+    summary = run["together"]["summary"]
+    assert summary["tokens"] == sum(card["tokens"] for card in cards[:8])
+    assert summary["widest"] == 8
+    assert summary["prefix_tokens"] > 100  # the rules and the question, in bytes
+    assert summary["kv_peak_saved"] > 0
+
+
+def test_a_snapshot_and_its_frames_make_the_record(live: Live) -> None:
+    got = events(live, begin(live))
+    assert got[0][1] == "snapshot"
+    assert got[-1][1] == "end"
+    made = copy.deepcopy(got[0][2])
+    frames = [data for _, name, data in got if name == "frame"]
+    for frame in frames:
+        apply(made, frame)
+    assert made == record(live, made["id"])
+    first = got[0][0]
+    assert first is not None
+    numbers = [number for number, name, _ in got if name == "frame"]
+    assert numbers == list(range(first + 1, first + 1 + len(numbers)))
+
+
+def test_following_goes_on_behind_the_last_frame_that_was_seen(live: Live) -> None:
+    run = begin(live)
+    whole = [entry for entry in events(live, run, "events?after=0") if entry[1] == "frame"]
+    assert len(whole) > 2
+    assert [entry for entry in events(live, run, "events?after=2") if entry[1] == "frame"] == whole[2:]
+    header = httpx.get(f"{live.url}/v1/swarms/{run}/events", headers={"Last-Event-ID": "2"}).text
+    assert "snapshot" not in header
+    assert header.startswith("id: 3\n")
+
+
+def test_the_steps_say_who_took_part_joined_and_left(live: Live) -> None:
+    steps = finished(live, begin(live))["together"]["steps"]
+    joined = left = 0
+    for step in steps:
+        assert not joined & step[6], "somebody joined twice"
+        joined |= step[6]
+        left |= step[7]
+        assert step[5].bit_count() <= step[2]
+    assert joined == left == 0b1_1111_1111
+    assert max(step[2] for step in steps) == 8
+    assert any(step[9] for step in steps), "nothing was shared"
+
+
+def test_one_by_one_runs_the_same_again_alone(live: Live) -> None:
+    run = finished(live, begin(live, one_by_one=True))
+    alone = run["one_by_one"]
+    assert run["same_texts"] == 8
+    assert [c["text"] for c in alone["cards"]] == [c["text"] for c in run["together"]["cards"][:8]]
+    assert alone["summary"]["widest"] == 1
+    assert alone["summary"]["tokens"] == run["together"]["summary"]["tokens"]
+    assert run["single_tokens_per_s"] > 0
+
+
+def test_without_sharing_nothing_is_cached(live: Live) -> None:
+    first = finished(live, begin(live, sharing=False))
+    again = finished(live, begin(live, sharing=False))
+    assert [card["cached_tokens"] for run in (first, again) for card in run["together"]["cards"]] == [0] * 18
+    shared = finished(live, begin(live))
+    texts = [[card["text"] for card in run["together"]["cards"]] for run in (first, again, shared)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_card_is_stopped_alone(slow: Live) -> None:
+    run = begin(slow, max_tokens=60)
+    stopped = False
+    for _, _, data in follow(slow, run):
+        if not stopped and any(card["tokens"] > 4 for card in data.get("cards", ())):
+            stopped = slow.post(f"/v1/swarms/{run}/stop", {"card": 3}).status_code == 200
+    states = [card["state"] for card in record(slow, run)["together"]["cards"]]
+    assert stopped
+    assert states == ["done"] * 3 + ["cancelled"] + ["done"] * 5  # the synthesis reads what there is
+    slow.wait_idle()
+
+
+def test_all_are_stopped(slow: Live) -> None:
+    run = begin(slow, max_tokens=500, one_by_one=True)
+    time.sleep(0.1)
+    began = time.monotonic()
+    slow.post(f"/v1/swarms/{run}/stop", {})
+    told = finished(slow, run)
+    assert time.monotonic() - began < 2
+    assert told["state"] == "cancelled"
+    states = [card["state"] for card in told["together"]["cards"]]
+    assert states[-1] == "cancelled"  # the synthesis had not begun
+    assert states.count("cancelled") > 4
+    assert set(states) <= {"cancelled", "done"}  # the toy model may have ended one by itself
+    assert told["one_by_one"] is None
+    slow.wait_idle()
+
+
+def test_a_run_goes_on_when_nobody_follows(slow: Live) -> None:
+    run = begin(slow, max_tokens=30)
+    next(follow(slow, run))
+    deadline = time.monotonic() + 20
+    while record(slow, run)["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert record(slow, run)["state"] == "done"
+
+
+def test_a_switch_of_models_ends_a_run_that_does_not_finish_in_time(slow: Live) -> None:
+    run = begin(slow, max_tokens=2000)
+    assert slow.post("/v1/models/load", {"model": "other", "drain_s": 0.1}).status_code == 200
+    told = finished(slow, run)
+    assert told["state"] in ("cancelled", "failed")
+    states = [card["state"] for card in told["together"]["cards"]]
+    assert states[-1] == "cancelled"
+    assert states.count("cancelled") > 4
+    after = finished(slow, begin(slow, max_tokens=2))
+    assert (after["state"], after["model"]["name"]) == ("done", "other")
+
+
+def test_a_switch_waits_for_a_run_that_does(slow: Live) -> None:
+    run = begin(slow, max_tokens=20)
+    assert slow.post("/v1/models/load", {"model": "other", "drain_s": 20}).status_code == 200
+    assert record(slow, run)["state"] == "done"
+
+
+def test_a_failed_pass_fails_the_cards_and_says_why() -> None:
+    def fault(plan: object) -> None:
+        raise ValueError("no such kernel")
+
+    with Live(toy(runner=FakeRunner(fault=fault))) as broken:
+        told = finished(broken, begin(broken, agents=AGENTS[:2]))
+    assert told["state"] == "failed"
+    assert "no such kernel" in told["together"]["cards"][0]["error"]
+
+
+def test_long_notes_are_cut_to_what_the_model_can_read() -> None:
+    with Live(toy(runner=FakeRunner(context_length=700))) as small:
+        told = finished(small, begin(small, max_tokens=150))
+    last = told["together"]["cards"][-1]
+    assert last["state"] == "done"
+    assert last["prompt_tokens"] <= 550
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("agents", []),
+        ("agents", AGENTS * 2),
+        ("agents", [{"name": "", "task": "x"}]),
+        ("question", ""),
+        ("max_tokens", 0),
+        ("temperature", 3),
+        ("colour", "red"),
+    ],
+)
+def test_a_wrong_order_is_refused_by_name(live: Live, field: str, value: object) -> None:
+    answer = live.post("/v1/swarms", {"question": "Why?", "agents": AGENTS, field: value})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"].startswith(field)
+
+
+def test_a_question_of_white_space_is_refused_and_nothing_is_left(live: Live) -> None:
+    answer = live.post("/v1/swarms", {"question": "  \n", "agents": AGENTS})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "question")
+    live.wait_idle()
+
+
+def test_too_many_runs_are_refused(slow: Live) -> None:
+    runs = [begin(slow, max_tokens=400) for _ in range(8)]
+    answer = slow.post("/v1/swarms", {"question": "Why?", "agents": AGENTS})
+    assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
+    for run in runs:
+        slow.post(f"/v1/swarms/{run}/stop", {})
+    for run in runs:
+        events(slow, run)
+    slow.wait_idle()
+
+
+def test_unknown_runs_are_404(live: Live) -> None:
+    for method, path, body in [
+        ("GET", "", None),
+        ("GET", "/events", None),
+        ("POST", "/stop", {}),
+        ("PATCH", "", {"title": "x"}),
+        ("DELETE", "", None),
+    ]:
+        answer = live.http.request(method, f"/v1/swarms/nobody{path}", json=body)
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "run_not_found"), (method, path)
+
+
+def test_history_is_listed_searched_renamed_exported_and_deleted(live: Live) -> None:
+    run = begin(live, question="What is a quokka?")
+    finished(live, run)
+    finished(live, begin(live, question="Something else"))
+
+    def found(query: str) -> list[str]:
+        return [entry["title"] for entry in live.http.get("/v1/swarms", params={"q": query}).json()["data"]]
+
+    assert found("quokka") == ["What is a quokka?"]
+    assert live.http.patch(f"/v1/swarms/{run}", json={"title": "Marsupials"}).status_code == 200
+    assert found("marsup what") == ["Marsupials"]
+    markdown = live.http.get(f"/v1/swarms/{run}", params={"form": "markdown"})
+    assert markdown.headers["content-type"].startswith("text/markdown")
+    assert markdown.text.startswith("# Marsupials\n\nWhat is a quokka?")
+    assert "## Agent 7" in markdown.text
+    assert live.http.delete(f"/v1/swarms/{run}").status_code == 200
+    assert found("quokka") == []
+    assert live.http.get(f"/v1/swarms/{run}").status_code == 404
+
+
+def test_a_run_that_goes_on_cannot_be_deleted(slow: Live) -> None:
+    run = begin(slow, max_tokens=300)
+    answer = slow.http.delete(f"/v1/swarms/{run}")
+    assert (answer.status_code, error_of(answer)["code"]) == (409, "run_in_progress")
+    slow.post(f"/v1/swarms/{run}/stop", {})
+    events(slow, run)
+
+
+def test_runs_are_there_after_a_restart(tmp_path: Path) -> None:
+    with Live(toy(step_s=0.01), history=tmp_path / "history.db", drain_s=0.2) as first:
+        done = begin(first, max_tokens=4)
+        finished(first, done)
+        cut = begin(first, max_tokens=2000)
+        next(follow(first, cut))
+    with Live(toy(), history=tmp_path / "history.db") as second:
+        assert record(second, done)["state"] == "done"
+        assert record(second, cut)["state"] in ("cancelled", "failed")
+        assert [name for _, name, _ in events(second, cut)] == ["snapshot", "end"]
+
+
+def test_a_history_that_fails_is_told_and_stops_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    path.write_text("no database at all, but long enough to be looked at" * 50)
+    with Live(toy(), history=path) as live:
+        run = begin(live, max_tokens=4)
+        assert [name for _, name, _ in events(live, run)][-1] == "end"
+        answer = live.http.get("/v1/swarms")
+        assert (answer.status_code, error_of(answer)["code"]) == (507, "history_failed")
+        deadline = time.monotonic() + 5
+        while live.http.get("/v1/page").json()["history_error"] is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_the_stall_bound_changes_while_the_engine_runs(live: Live) -> None:
+    told = live.post("/v1/page", {"max_stall_ms": 33}).json()
+    assert told["engine"]["max_stall_ms"] == 33
+    assert live.engine.config.max_stall_ms == 33
+    assert live.engine._loop.scheduler.pacer.max_stall_ms == 33
+    assert live.post("/v1/page", {"max_stall_ms": 0}).status_code == 400
+
+
+def test_many_follow_one_run(slow: Live) -> None:
+    run = begin(slow, max_tokens=30)
+    got: list[Events] = []
+    threads = [threading.Thread(target=lambda: got.append(events(slow, run, "events?after=0"))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(got) == 5
+    assert all(entry == got[0] for entry in got)
