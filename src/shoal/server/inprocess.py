@@ -11,6 +11,7 @@ engine; whoever loaded it does, after them.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from shoal.engine import Engine
 
 T = TypeVar("T")
-BASE_URL = "http://shoal.invalid/v1"
+_HOST = "shoal.invalid"
+BASE_URL = f"http://{_HOST}/v1"
 """What clients are given as address. It leads nowhere (RFC 2606), should one go around the engine by mistake."""
 
 
@@ -49,7 +51,8 @@ class EngineTransport:
         """`name` is what clients call the model; without one, as its files do (`engine.spec.name`)."""
         self._name = name
         self._engine = engine.engine if isinstance(engine, AsyncEngine) else engine
-        self._config = config
+        config = config or ServerConfig()
+        self._config = dataclasses.replace(config, allowed_hosts=(*config.allowed_hosts, _HOST))
         # The application belongs to one event loop, since that is where the engine's events are sent.
         self._apps: WeakKeyDictionary[asyncio.AbstractEventLoop, FastAPI] = WeakKeyDictionary()
 
