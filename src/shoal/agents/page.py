@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shoal.agents.timeline import Bar, Record, Row, Timeline, loose, note_text, timelines
+from shoal.agents.timeline import Bar, Record, Row, Timeline, at_ms, loose, note_text, timelines
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -44,8 +44,7 @@ def _run(line: Timeline) -> str:
     critical = set(line.critical)
     rows = "".join(_row(row, line.wall_ms, row.node in critical) for row in line.rows)
     notes = "".join(
-        f"<li><small>{float(record.get('at_ms', 0)):.0f} ms</small> {escape(note_text(record))}</li>"
-        for record in line.notes
+        f"<li><small>{at_ms(record):.0f} ms</small> {escape(note_text(record))}</li>" for record in line.notes
     )
     chain = escape(" → ".join(line.critical))
     return (
