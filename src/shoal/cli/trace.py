@@ -74,9 +74,9 @@ def draw(line: Timeline, console: Console) -> None:
     console.print(Text(printable(f"the end waited for: {' -> '.join(line.critical)}")))
     for row in line.rows:
         if row.cause and row.state != "done":
-            console.print(Text(printable(f"  {row.node}: {row.state}, because {row.cause}")))
+            console.print(Text(printable(f"  {row.node}: {row.state}, because {row.cause}")), soft_wrap=True)
     for record in line.notes:
-        console.print(Text(printable(f"  {at_ms(record):.0f} ms  {note_text(record)}"), style="dim"))
+        console.print(Text(printable(f"  {at_ms(record):.0f} ms  {note_text(record)}"), style="dim"), soft_wrap=True)
 
 
 def _short(names: list[str]) -> list[str]:
