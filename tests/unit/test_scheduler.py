@@ -271,6 +271,21 @@ def test_a_pinned_prefix_is_kept_and_one_that_cannot_fit_beside_it_is_told() -> 
     check_integrity(driver.scheduler)
 
 
+@pytest.mark.parametrize("length", [8, 7])
+def test_a_prefix_that_is_there_already_can_be_pinned_again(length: int) -> None:
+    driver = Driver(8)
+    pins = [driver.add(list(range(length)), max_tokens=1, prefill_only=True)]
+    driver.drain()
+    pins.append(driver.add(list(range(length)), max_tokens=1, prefill_only=True))
+    plan = driver.step()
+    assert fed(plan) == {pins[1].seq_id: 1}  # every sequence of a step feeds at least one token
+    assert [p.finish for p in driver.ended] == [FinishReason.STOP] * 2
+    for pin in pins:
+        driver.scheduler.unpin(pin.seq_id)
+    assert driver.scheduler.kv.pool.num_held == 0
+    check_integrity(driver.scheduler)
+
+
 def test_what_a_failed_pass_wrote_is_forgotten() -> None:
     driver = Driver(32, max_step_tokens=16)
     driver.add(list(range(24)))

@@ -74,7 +74,7 @@ class FakeRunner:
         self._salt = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """One pass. RunnerError for a table that does not cover what is fed, or a chain that cannot be."""
+        """One pass. RunnerError for a sequence without tokens, a table too short for them, a chain that cannot be."""
         if self.plans is not None:
             self.plans.append(plan)
         if self.fault is not None:
@@ -107,6 +107,8 @@ class FakeRunner:
 
     def _feed(self, item: ScheduledSequence, tokens: Sequence[int], start: int, generated: int) -> NDArray[np.float32]:
         size = self.spec.block_size
+        if not tokens:
+            raise RunnerError(f"sequence {item.seq_id} feeds no tokens", value=0, limit=1)
         prompt_end = start + len(tokens) - (generated if self.spec.splits_decode else 0)
         if (start + len(tokens) - 1) // size >= len(item.block_table):
             raise RunnerError(f"sequence {item.seq_id} feeds past its block table", value=start + len(tokens))
