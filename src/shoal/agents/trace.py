@@ -21,7 +21,8 @@ class Attempt:
     `cache_hit` says that at least one token came from the prefix tree, `prefix_tokens` how many. `queue_ms`,
     `ttft_ms` and `latency_ms` count from submission; None where it never came to that, or a remote engine does not
     tell. `memory_mb` is the KV of its tokens (10**6 bytes; None where the engine does not tell). `outcome` is ok,
-    failed, invalid (the output does not fit the schema), timeout or cancelled, and `cause` says why it is not ok.
+    failed, invalid (the output does not fit the schema), timeout or cancelled, and `cause` says why it is not ok, or
+    which identical call it was answered by.
     """
 
     request_id: str
