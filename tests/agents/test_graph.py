@@ -213,6 +213,21 @@ def test_a_loop_ends_when_it_may_or_must() -> None:
     assert [d["round"] for d in decisions] == [1, 2]
 
 
+def test_a_long_loop_and_a_long_chain_end() -> None:
+    """Nothing recurses over the graph: a thousand rounds, and a thousand nodes in a row."""
+    graph = Graph()
+    graph.loop(agent("w", "Round {round}"), until=lambda out: False, at_most=1000)
+    engine = ScriptedEngine()
+    result = go(graph.run(engine), timeout_s=60)
+    assert result.output == "<w-loop[1000].w>"
+    assert len(engine.requests) == 1000
+    chain = Graph()
+    last = chain.add(agent("a", "Begin"))
+    for i in range(999):
+        last = chain.add(agent(f"a{i}", f"Go on {i}"), after=last)
+    assert go(chain.run(ScriptedEngine()), timeout_s=60).output == "<a998>"
+
+
 def test_a_branch_takes_one_way() -> None:
     @dataclasses.dataclass
     class Kind:

@@ -11,7 +11,7 @@ from shoal.aio import AsyncEngine
 from shoal.plan import ModelSpec
 from shoal.runners.fake import FakeRunner
 from shoal.types import Event, Request, SamplingParams
-from tests.agents.helpers import SHORT, go, toy
+from tests.agents.helpers import SHORT, ScriptedEngine, go, toy
 
 RULES = "Rules that every agent of this graph has in common, of a good many tokens, so that it is worth to keep them."
 ROLE = "A role that is long enough to be worth computing while its inputs are still being written by somebody else."
@@ -125,5 +125,30 @@ def test_a_cancelled_run_takes_its_announcements_back() -> None:
             graph.add(agent("second", role=ROLE), after=first)
             async with graph.start(engine):
                 await asyncio.sleep(0.1)
+
+    go(main())
+
+
+def test_how_far_a_node_is_from_its_inputs_and_from_the_end() -> None:
+    """In tokens that may have to be written one after another: what eviction and the queue go by."""
+
+    def writer(name: str, tokens: int) -> Agent:
+        return agent(name, sampling=SamplingParams(max_tokens=tokens))
+
+    graph = Graph()
+    a = graph.add(writer("a", 10))
+    b = graph.add(writer("b", 20), after=a)
+    short = graph.add(writer("short", 1))
+    parts = graph.map(writer("part", 30), over=[1, 2], after=b)
+    end = graph.add(writer("end", 5), after=[parts, short])
+
+    async def main() -> None:
+        run = graph.start(ScriptedEngine())
+        assert [run.distance(node) for node in (a, b, parts, end)] == [0, 10, 30, 60]
+        assert [run.critical_path(node) for node in (a, b, short, parts)] == [65, 55, 6, 35]
+        assert run.critical_path(end) == 66, "the final node outranks all"
+        async with run:
+            await run.result()
+        assert run.distance(end) == 0
 
     go(main())

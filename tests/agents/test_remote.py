@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from typer.testing import CliRunner
 
 from shoal.agents import Agent, Graph, State, default
+from shoal.cli.main import app
 from shoal.remote import RemoteEngine
 from shoal.types import SamplingParams
 from tests.agents.helpers import go
@@ -40,3 +44,16 @@ def test_a_graph_runs_on_a_server() -> None:
 
         go(main())
         live.wait_idle()
+
+
+def test_graph_run_on_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "g.yaml"
+    file.write_text('nodes:\n  a: {task: "Say {word}", sampling: {max_tokens: 5, ignore_eos: true}}')
+    with Live(toy()) as live:
+        result = CliRunner().invoke(app, ["graph", "run", str(file), "-i", "word=hi", "--remote", f"{live.url}/v1"])
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.strip()
+        live.wait_idle()
+    result = CliRunner().invoke(app, ["graph", "run", str(file), "-i", "word=hi", "--remote", f"{live.url}/v1"])
+    assert result.exit_code == 2
+    assert "cannot be reached" in result.stderr

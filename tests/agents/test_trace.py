@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -9,17 +10,21 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from shoal.agents import Agent, Graph, Trace, default, read_trace, retry, skip
 from shoal.agents.page import page
 from shoal.agents.timeline import timelines
 from shoal.cli.main import app
+from shoal.cli.trace import draw
 from shoal.errors import RunnerError, StoreError
 from tests.agents.helpers import SHORT, ScriptedEngine, go, toy
 from tests.unit.cli_fake import opened
@@ -145,6 +150,30 @@ def test_the_page_is_self_contained_and_escapes_everything() -> None:
     assert "http" not in text
     assert "&lt;script&gt;" in text
     assert text.count("<tr") == 1 + 2
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=9), lambda one: st.lists(one, max_size=2)
+)
+NAMES = st.sampled_from([*FIELDS, "state", "graph", "waited_for", "at_ms", "submitted_at_ms", "left_at_ms", "time"])
+KINDS = st.sampled_from(["graph", "node", "attempt", "decision", "other"])
+
+
+@given(st.lists(st.tuples(KINDS, st.dictionaries(NAMES, JSON)), max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_any_record_can_be_drawn(drawn: list[tuple[str, dict[str, Any]]]) -> None:
+    records = [{"task_id": "t", "agent_id": "a", **fields, "kind": kind} for kind, fields in drawn]
+    assert page(records, "any").startswith("<!doctype html>")
+    console = Console(file=io.StringIO(), width=120)
+    for line in timelines(records):
+        draw(line, console)
+
+
+def test_a_bar_stays_inside_of_its_axis() -> None:
+    far = {"kind": "attempt", "task_id": "t", "agent_id": "a", "submitted_at_ms": 1e14, "left_at_ms": 2.0}
+    console = Console(file=io.StringIO(), width=120)
+    for line in timelines([far]):
+        draw(line, console)
 
 
 @pytest.fixture

@@ -102,6 +102,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.may_end_early: set[str] = set()
         self.break_next = False
         self.pins: list[int] = []
+        self.expected_prefixes: list[tuple[tuple[int, ...], int]] = []
 
     def fault(self, plan: StepPlan) -> None:
         if self.break_next:
@@ -127,6 +128,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.sampled_from(list(Priority)),
         group=st.sampled_from(["", "a", "b"]),
         task=st.sampled_from(["", "t"]),
+        path=st.integers(0, 3),
     )
     def arrive(
         self,
@@ -138,12 +140,18 @@ class CoreMachine(RuleBasedStateMachine):
         priority: Priority,
         group: str,
         task: str,
+        path: int,
     ) -> None:
         prompt = trunk + "x" * tail + "?"
         fields = {"max_tokens": length, "temperature": temperature, "seed": seed}
         sampling = SamplingParams(**fields)  # type: ignore[arg-type]
         request = Request(
-            prompt=prompt, sampling=sampling, priority=priority, group=group, namespace=Namespace(task=task)
+            prompt=prompt,
+            sampling=sampling,
+            priority=priority,
+            group=group,
+            namespace=Namespace(task=task),
+            critical_path=path,
         )
         name = self.submit(request)
         if name is not None:
@@ -163,6 +171,19 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     def unpin(self) -> None:
         self.loop.unpin(self.pins.pop())
+
+    @rule(trunk=st.sampled_from(TRUNKS[1:]), due=st.integers(0, 50))
+    @precondition(lambda self: len(self.expected_prefixes) < 4)
+    def expect(self, trunk: str, due: int) -> None:
+        self.expected_prefixes.append((tuple(trunk.encode()), due))
+        self.loop.scheduler.expect(tuple(trunk.encode()), Namespace(), due)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.expected_prefixes)
+    def forgo(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.expected_prefixes) - 1))
+        tokens, due = self.expected_prefixes.pop(at)
+        self.loop.scheduler.forgo(tokens, Namespace(), due)
 
     @rule(data=st.data())
     @precondition(lambda self: self.loop.tickets)
@@ -229,6 +250,9 @@ class CoreMachine(RuleBasedStateMachine):
             self.check(name, events)
         for seq_id in list(self.loop.scheduler.pinned):
             self.loop.unpin(seq_id)
+        for tokens, due in self.expected_prefixes:
+            self.loop.scheduler.forgo(tokens, Namespace(), due)
+        assert not self.loop.scheduler.kv.tree._announced, "an announcement was not taken back"
         check_integrity(self.loop.scheduler)
         assert self.loop.scheduler.kv.pool.num_held == 0
 

@@ -180,8 +180,10 @@ def _judge(agent: Agent, result: Result | None, limit: float) -> Tried:
     try:
         return Tried(agent.output.parse(result.text), result.text)
     except ValueError as error:
-        cut = f" (cut at {len(result.tokens)} tokens)" if result.finish_reason is FinishReason.LENGTH else ""
-        cause = f"the output does not fit the schema{cut}: {' '.join(str(error).split())[:200]}"
+        why = " ".join(str(error).split())[:200]
+        if result.finish_reason is FinishReason.LENGTH:
+            why = f"it was cut at {len(result.tokens)} tokens"
+        cause = f"the output does not fit the schema: {why}"
         return Tried(cause=cause, outcome="invalid", again=agent.sampling.temperature > 0)
 
 

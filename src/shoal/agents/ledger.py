@@ -65,16 +65,25 @@ class Ledger(Builder):
 
     def readers(self, node: Node) -> list[Node]:
         """The nodes that wait for it, and those that wait for a node it is a part of."""
-        found: list[Node] = []
-        for other in self._dependants[node]:
-            found += self.readers(other) if other in self._members else [other]
+        found, stack = [], list(self._dependants[node])
+        while stack:
+            other = stack.pop()
+            if other in self._members:
+                stack += self._dependants[other]
+            else:
+                found.append(other)
         return found
 
     def members(self, node: Node) -> Sequence[Node]:
         """The agents' nodes that a node stands for; an agent's node stands for itself."""
-        if node not in self._members:
-            return [node]
-        return [part for member in self._members[node] for part in self.members(member)]
+        found, stack = [], [node]
+        while stack:
+            part = stack.pop()
+            if part in self._members:
+                stack += reversed(self._members[part])
+            else:
+                found.append(part)
+        return found
 
     def resolve(self, source: Source) -> Any:
         """The value behind a reference. GraphError when there is none."""

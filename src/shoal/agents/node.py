@@ -44,6 +44,10 @@ class Rule(ABC):
     async def expand(self, run: Run, node: Node) -> Expansion:
         """Give a value, or the node or nodes (added to the run) whose outputs become this node's."""
 
+    def proceed(self, run: Run, node: Node, value: Any) -> Node | None:  # noqa: ARG002 - for rules that go on
+        """Once the node that it became has written `value`: another one to become, or None to leave it at that."""
+        return None
+
 
 class Node:
     """One step of a graph: an agent to run, or a rule that adds more nodes when its turn comes.

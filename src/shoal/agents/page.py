@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shoal.agents.timeline import Bar, Record, Row, Timeline, loose, note_text, timelines
+from shoal.agents.timeline import Bar, Record, Row, Timeline, at_ms, loose, note_text, timelines
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -15,7 +15,8 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 table { border-collapse: collapse; width: 100%; }
 td, th { padding: .2rem .5rem; text-align: left; vertical-align: top; }
 th { font-weight: 600; border-bottom: 1px solid var(--line); } tr + tr td { border-top: 1px solid var(--line); }
-td.bars { width: 48%; position: relative; } .track { position: relative; height: 1.1rem; margin: .1rem 0; }
+td:nth-child(4), td:nth-child(5) { white-space: nowrap; }
+td.bars { width: 42%; position: relative; } .track { position: relative; height: 1.1rem; margin: .1rem 0; }
 .track span { position: absolute; top: 0; bottom: 0; min-width: 1px; } .queue { background: var(--queue); }
 .read { background: var(--read); } .write { background: var(--write); } .bad { background: var(--bad); }
 .key span { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
@@ -44,8 +45,7 @@ def _run(line: Timeline) -> str:
     critical = set(line.critical)
     rows = "".join(_row(row, line.wall_ms, row.node in critical) for row in line.rows)
     notes = "".join(
-        f"<li><small>{float(record.get('at_ms', 0)):.0f} ms</small> {escape(note_text(record))}</li>"
-        for record in line.notes
+        f"<li><small>{at_ms(record):.0f} ms</small> {escape(note_text(record))}</li>" for record in line.notes
     )
     chain = escape(" → ".join(line.critical))
     return (

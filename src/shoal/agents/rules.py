@@ -114,8 +114,6 @@ class Loop(Rule):
     until: Callable[[Any], bool]
     at_most: int
     after: tuple[Node, ...]
-    number: int = 1
-    before: Node | None = None  # the last node of the round before
     provides = ("round",)
 
     def __post_init__(self) -> None:
@@ -125,36 +123,31 @@ class Loop(Rule):
             raise GraphError(f"at_most is {self.at_most!r}", value=self.at_most, hint="it must be from 1 to 1000")
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """What it cannot do without."""
-        return () if self.before is None else (self.before,)
-
-    @property
     def label(self) -> str:
         """For drawings."""
         return f"{' -> '.join(agent.name for agent in self.agents)}, at most {self.at_most} rounds"
 
     @property
     def cost(self) -> int:
-        """All rounds that may still come."""
-        return sum(agent.cost for agent in self.agents) * (self.at_most - self.number + 1)
+        """All rounds that there may be."""
+        return sum(agent.cost for agent in self.agents) * self.at_most
 
     async def expand(self, run: Run, node: Node) -> Expansion:
-        """A value when the loop is over, else the node that decides after one more round."""
-        if self.before is not None:
-            value = run.output(self.before)
-            run.decide("loop", node, {"round": self.number - 1, "output": value})
-            if self.number > self.at_most or self.until(value):
-                return self.before
-        top = node if node.parent is None or self.number == 1 else node.parent
-        last = self.before
+        """The last node of the first round."""
+        return self._round(run, node, 1, [])
+
+    def proceed(self, run: Run, node: Node, value: Any) -> Node | None:
+        """The last node of one more round, unless that was the last."""
+        number = len(run.offspring(node)[1:]) // len(self.agents)
+        over = number >= self.at_most or bool(self.until(value))
+        run.decide("loop", node, {"round": number, "output": value, "over": over})
+        return None if over else self._round(run, node, number + 1, run.members(node))
+
+    def _round(self, run: Run, node: Node, number: int, before: Sequence[Node]) -> Node:
         for agent in self.agents:
-            before = () if last is None else (last,)
-            name = f"{top.id}[{self.number}].{agent.name}"
-            last = run.spawn(top, agent, name, (*self.after, *before), {"round": self.number})
-        again = Loop(self.agents, self.until, self.at_most, self.after, self.number + 1, last)
-        assert last is not None
-        return run.spawn_rule(top, again, f"{top.id}[{self.number}]", [*self.after, last])
+            name = f"{node.id}[{number}].{agent.name}"
+            before = [run.spawn(node, agent, name, (*self.after, *before), {"round": number})]
+        return before[0]
 
 
 @dataclass(frozen=True, eq=False)

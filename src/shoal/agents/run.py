@@ -17,7 +17,7 @@ from shoal.agents.events import EventKind, GraphEvent, GraphResult, Outcome, Sta
 from shoal.agents.graph import Graph
 from shoal.agents.ledger import Ledger
 from shoal.agents.memo import Memo
-from shoal.agents.node import NOTHING, Node, NodeLike, Ref, Rule
+from shoal.agents.node import NOTHING, Node, NodeLike, Ref
 from shoal.agents.policy import attempts_of
 from shoal.agents.prefixes import make_keeper
 from shoal.agents.schema import plain
@@ -202,10 +202,6 @@ class Run(Ledger):
         """Add a node on behalf of another one's rule."""
         return self._enter(Node(self._name(name), agent=agent, values=values, parent=parent), needs)
 
-    def spawn_rule(self, parent: Node, rule: Rule, name: str, needs: Sequence[Node]) -> Node:
-        """Add a rule's node on behalf of another one's."""
-        return self._enter(Node(self._name(name), rule=rule, parent=parent), needs)
-
     def decide(self, what: str, node: Node, facts: Mapping[str, Any]) -> None:
         """Put a decision into the trace."""
         shown = {name: plain(value) for name, value in facts.items()}
@@ -263,7 +259,7 @@ class Run(Ledger):
     async def _outcome(self, node: Node) -> Outcome | None:
         """What becomes of a node whose needs have all ended; None when it now waits for nodes that it added."""
         if node in self._members:
-            return self._joined(node, node in self._single)
+            return self._proceeded(node, self._joined(node, node in self._single))
         needs = [(need, self._outcomes[need]) for need in self._needs[node]]
         if any(outcome.state is State.CANCELLED for _, outcome in needs):
             return Outcome(State.CANCELLED, cause="an input was cancelled")
@@ -306,7 +302,22 @@ class Run(Ledger):
         self._members[node] = members
         if isinstance(given, Node):
             self._single.add(node)
-        return None if self.open[node] else self._joined(node, node in self._single)
+        return None if self.open[node] else self._proceeded(node, self._joined(node, node in self._single))
+
+    def _proceeded(self, node: Node, outcome: Outcome) -> Outcome | None:
+        """The outcome, or None when the rule goes on with one more node: a loop's next round."""
+        assert node.rule is not None
+        if outcome.state not in (State.DONE, State.DEFAULTED):
+            return outcome
+        try:
+            following = node.rule.proceed(self, node, outcome.value)
+        except ShoalError as error:
+            return self._give_up(node, str(error))
+        if following is None:
+            return outcome
+        Ledger.depend(self, node, on=following)
+        self._members[node] = [following]
+        return None
 
     def _give_up(self, node: Node, cause: str) -> Outcome:
         """A rule failed: what it has added already is cancelled."""

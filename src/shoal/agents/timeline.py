@@ -69,7 +69,7 @@ def timelines(records: Sequence[Record]) -> list[Timeline]:
         if not isinstance(task, str):
             continue
         line = found.setdefault(task, Timeline(task))
-        line.wall_ms = max(line.wall_ms, _number(record.get("at_ms")) or 0.0, _number(record.get("left_at_ms")) or 0.0)
+        line.wall_ms = max(line.wall_ms, at_ms(record), _number(record.get("left_at_ms")) or 0.0)
         kind, agent = record["kind"], record.get("agent_id")
         if kind == "graph":
             line.graph, line.state = str(record.get("graph", "")), str(record.get("state", "?"))
@@ -93,23 +93,28 @@ def loose(records: Sequence[Record]) -> list[Record]:
 
 def _fill(row: Row, record: Record) -> None:
     if record["kind"] == "node":
-        row.state, row.cause = str(record.get("state", "?")), record.get("cause")
+        row.state, row.cause = str(record.get("state", "?")), _words(record.get("cause"))
         row.started, row.ended = _number(record.get("started_at_ms")), _number(record.get("at_ms"))
-        row.waited_for = [str(name) for name in record.get("waited_for") or ()]
+        waited = record.get("waited_for")
+        row.waited_for = [str(name) for name in waited] if isinstance(waited, list) else []
         return
     submitted, ttft = _number(record.get("submitted_at_ms")) or 0.0, _number(record.get("ttft_ms"))
     row.bars.append(
         Bar(
-            attempt=int(record.get("attempt", 1)),
+            attempt=int(_number(record.get("attempt")) or 1),
             submitted=submitted,
             joined=_number(record.get("joined_at_ms")),
             first=None if ttft is None else submitted + ttft,
             left=_number(record.get("left_at_ms")) or submitted,
             outcome=str(record.get("outcome", "?")),
-            cause=record.get("cause"),
+            cause=_words(record.get("cause")),
             facts=record,
         )
     )
+
+
+def _words(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _beginning(row: Row) -> float:
@@ -119,7 +124,15 @@ def _beginning(row: Row) -> float:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A finite number, or None: what stands in a file may be anything."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e15:
+        return None
+    return float(value)
+
+
+def at_ms(record: Record) -> float:
+    """When something was noted, in milliseconds since its run began; 0 where nobody says."""
+    return _number(record.get("at_ms")) or 0.0
 
 
 def note_text(record: Record) -> str:

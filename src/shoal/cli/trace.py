@@ -41,14 +41,17 @@ def trace(
             raise StoreError(f"the page cannot be written: {error}", value=str(html)) from error
     console = Console(highlight=False)
     for line in timelines(records):
-        _draw(line, console)
+        draw(line, console)
     for record in loose(records):
         console.print(printable(note_text(record)), markup=False)
 
 
-def _draw(line: Timeline, console: Console) -> None:
+def draw(line: Timeline, console: Console) -> None:
+    """Print one run."""
     from rich.table import Table
     from rich.text import Text
+
+    from shoal.agents.timeline import at_ms, note_text
 
     console.print(Text(printable(f"{line.graph} {line.task_id}: {line.state}, {line.wall_ms:.0f} ms")))
     table = Table(
@@ -71,11 +74,9 @@ def _draw(line: Timeline, console: Console) -> None:
     console.print(Text(printable(f"the end waited for: {' -> '.join(line.critical)}")))
     for row in line.rows:
         if row.cause and row.state != "done":
-            console.print(Text(printable(f"  {row.node}: {row.state}, because {row.cause}")))
+            console.print(Text(printable(f"  {row.node}: {row.state}, because {row.cause}")), soft_wrap=True)
     for record in line.notes:
-        from shoal.agents.timeline import note_text
-
-        console.print(Text(printable(f"  {float(record.get('at_ms', 0)):.0f} ms  {note_text(record)}"), style="dim"))
+        console.print(Text(printable(f"  {at_ms(record):.0f} ms  {note_text(record)}"), style="dim"), soft_wrap=True)
 
 
 def _short(names: list[str]) -> list[str]:
@@ -110,11 +111,9 @@ def _track(bar: Bar | None, wall_ms: float) -> Text:
         return Text("")
     joined = bar.submitted if bar.joined is None else bar.joined
     first = joined if bar.first is None else bar.first
-    at = [round(moment / wall_ms * _WIDTH) for moment in (bar.submitted, joined, first, bar.left)]
+    moments = (bar.submitted, joined, first, bar.left)
+    at = [round(min(max(moment / wall_ms, 0.0), 1.0) * _WIDTH) for moment in moments]
     mark = "█" if bar.outcome == "ok" else "x"
-    return Text(
-        " " * at[0]
-        + "·" * (at[1] - at[0])
-        + "▒" * (at[2] - at[1])
-        + mark * max(at[3] - at[2], 1 if at[3] == at[0] else 0)
-    )
+    shown = bar.outcome != "ok" or at[3] == at[0]  # what failed, and the shortest attempt, still show
+    written = max(at[3] - at[2], 1 if shown else 0)
+    return Text(" " * at[0] + "·" * (at[1] - at[0]) + "▒" * (at[2] - at[1]) + mark * written)
