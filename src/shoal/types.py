@@ -321,7 +321,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine holds now, and totals since it was loaded. Token counts are of ended requests."""
+    """What an engine holds now, and totals since it was loaded. Token counts are of ended requests.
+
+    `peak_bytes` is the most memory the backend had in use at once, None where it does not count.
+    """
 
     waiting: int
     running: int
@@ -336,6 +339,8 @@ class EngineStats:
     kv_cached_bytes: int
     weight_bytes: int
     step_bytes: int
+    checkpoint_bytes: int = 0
+    peak_bytes: int | None = None
 
     @property
     def hit_rate(self) -> float:
@@ -345,5 +350,5 @@ class EngineStats:
 
     @property
     def memory_bytes(self) -> int:
-        """What the memory budget counts: weights, all KV blocks, and the transient of a step."""
-        return self.weight_bytes + self.kv_bytes + self.step_bytes
+        """What the memory budget counts: weights, all KV blocks and checkpoints, and the transient of a step."""
+        return self.weight_bytes + self.kv_bytes + self.checkpoint_bytes + self.step_bytes

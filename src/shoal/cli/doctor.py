@@ -108,6 +108,12 @@ def _precision(runner: str | None) -> dict[str, Any]:
         return {"name": None, "why": "there is no runner"}
     if runner == "native":
         return {"name": "int8", "why": "weights as the file has them, activations in 8 bits per group of 32"}
+    if runner == "mlx":
+        from shoal.loading import import_mlx
+
+        device = import_mlx("loading").device()
+        return {"name": "as the files have it", "why": f"MLX computes on {device}; a GGUF's floats become "
+                f"{'float32' if device == 'cpu' else 'float16'}"}  # fmt: skip
     from shoal.runners.openvino.loading import best_precision, open_core
 
     core = open_core()
