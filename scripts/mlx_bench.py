@@ -123,7 +123,7 @@ def by_generator(model: Any, batch: Sequence[Sequence[int]], steps: int) -> floa
 
 
 def by_hand(model: Any, batch: Sequence[Sequence[int]], steps: int, chain: int, *, ahead: bool = True) -> float:
-    """A static batch: prompts of one length, nobody joins or leaves. `ahead`: steps are started before the last is read."""
+    """A static batch: prompts of one length, nobody joins or leaves. `ahead`: a step starts before the last is read."""
     cache = make_prompt_cache(model)
     fed = mx.array(batch)
     model(fed[:, :-1], cache=cache)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal import loading
+from shoal import Engine, Request, SamplingParams, loading
 from shoal.config import EngineConfig
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, ShoalError, UnsupportedModelError
 from shoal.loading import choose_runner, make_runner
@@ -71,9 +71,7 @@ def test_mixed_bits_load_as_they_are(tmp_path: Path) -> None:
     files = write_tiny(tmp_path / "m", "llama")
     model, config = load_model(files.path)
     wide = {"group_size": 32, "bits": 8}
-    nn.quantize(
-        model, 32, 4, class_predicate=lambda p, m: hasattr(m, "to_quantized") and (wide if "down" in p else True)
-    )
+    nn.quantize(model, 32, 4, class_predicate=lambda p, m: hasattr(m, "to_quantized") and ("down" not in p or wide))
     mx.save_safetensors(str(files.path / "model.safetensors"), dict(tree_flatten(model.parameters())))
     downs = {f"model.layers.{i}.mlp.down_proj": wide for i in range(2)}
     config["quantization"] = {"group_size": 32, "bits": 4, **downs}
@@ -193,6 +191,19 @@ def test_another_thread_gets_a_typed_error(tmp_path: Path) -> None:
         row_of(runner, [1, 2])
 
 
+def test_an_engine_loads_and_runs_the_model_on_its_own_thread(tmp_path: Path) -> None:
+    requests = [
+        Request(prompt_tokens=(5, 6, 7, i), sampling=SamplingParams(max_tokens=6, ignore_eos=True)) for i in range(3)
+    ]
+    with Engine(lambda: tiny_runner(tmp_path / "m", "llama"), None, EngineConfig(decode_chunk=3)) as engine:
+        together = [result.tokens for result in engine.run(requests).results]
+        alone = [engine.run([request]).results[0].tokens for request in requests]
+        stats = engine.stats()
+    assert together == alone
+    assert stats.peak_bytes is not None
+    assert stats.peak_bytes > stats.weight_bytes
+
+
 @pytest.mark.parametrize(
     ("settings", "word"),
     [({"threads": 2}, "threads"), ({"kv_memory": 512}, "kv_memory"), ({"memory": 1000}, "memory")],
@@ -235,11 +246,8 @@ def test_the_default_model_agrees_with_the_native_kernels() -> None:
     assert int(exact.argmax()) == int(row.argmax()) or best - second < 2 * np.abs(exact - row).max()
     assert np.abs(exact - row).max() < 1.0  # the native kernels quantise activations
     runner.release([1])
-    mates = [
-        ScheduledSequence(2, tuple(prompt), 0, (3,), Want.LOGITS),
-        ScheduledSequence(3, (5, 6), 0, (4,), Want.LOGITS),
-    ]
-    output = runner.execute(StepPlan(2, tuple(mates)))
+    again = ScheduledSequence(2, tuple(prompt), 0, (3,), Want.LOGITS)
+    output = runner.execute(StepPlan(2, (again, ScheduledSequence(3, (5, 6), 0, (4,), Want.LOGITS))))
     assert output.logits is not None
     assert np.abs(output.logits[0] - row).max() < 1e-2
     native.close()

@@ -159,7 +159,13 @@ def self_check(engine: Engine) -> dict[str, Any]:
         cached = _answer(engine, sampling, f"{name} alone", _MATES)
         differing += [f"{name} {how}" for how, tokens in (("in a batch", batch), ("cached", cached)) if tokens != alone]
     if differing:
-        return {"status": "FAILED", "detail": f"tokens differ from those of a lone run: {', '.join(differing)}"}
+        detail = f"tokens differ from those of a lone run: {', '.join(differing)}"
+        if engine.intake.spec.exact:
+            return {"status": "FAILED", "detail": detail}
+        return {
+            "status": "inexact",
+            "detail": f"{detail}; this backend rounds otherwise in a batch, so near-ties may fall",
+        }
     return {
         "status": "ok",
         "detail": f"{_TOKENS} tokens, greedy and sampled, are equal alone, in a batch of 8, and from a cached prefix",
