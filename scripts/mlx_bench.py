@@ -122,8 +122,8 @@ def by_generator(model: Any, batch: Sequence[Sequence[int]], steps: int) -> floa
     return window.rate
 
 
-def by_hand(model: Any, batch: Sequence[Sequence[int]], steps: int, chain: int) -> float:
-    """A static batch: prompts of one length, nobody joins or leaves, every step is started before the last is read."""
+def by_hand(model: Any, batch: Sequence[Sequence[int]], steps: int, chain: int, *, ahead: bool = True) -> float:
+    """A static batch: prompts of one length, nobody joins or leaves. `ahead`: a step starts before the last is read."""
     cache = make_prompt_cache(model)
     fed = mx.array(batch)
     model(fed[:, :-1], cache=cache)
@@ -137,9 +137,9 @@ def by_hand(model: Any, batch: Sequence[Sequence[int]], steps: int, chain: int) 
             tokens = mx.argmax(model(tokens[:, None], cache=cache)[:, -1, :], axis=-1)
             mx.async_eval(tokens)
             upcoming.append(tokens)
-        for done in pending:
+        for done in pending if ahead else upcoming:
             done.tolist()
-        pending = upcoming
+        pending = upcoming if ahead else []
         written += len(upcoming)
     for done in pending:
         done.tolist()
@@ -173,6 +173,9 @@ def decode_table(options: argparse.Namespace, bits: int) -> list[dict[str, Any]]
         }
         if not options.uneven:
             measures["static"] = lambda n: by_hand(model, same(n), options.steps, 1)
+        if options.modes:
+            measures["static, step by step"] = lambda n: by_hand(model, same(n), options.steps, 1, ahead=False)
+            measures["static, chain 16"] = lambda n: by_hand(model, same(n), options.steps, 16, ahead=False)
         measures["mlx-lm"] = lambda n: by_generator(model, same(n), options.steps)
         values = in_turns(options.rounds, measures)
         row = {"bits": bits, "batch": size, **{name: round(statistics.median(v), 1) for name, v in values.items()}}
@@ -230,6 +233,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--outputs", type=int, nargs="+", default=[16, 64, 128])
+    parser.add_argument("--modes", action="store_true", help="also the static batch step by step, and in chains")
     parser.add_argument("--uneven", action="store_true", help="prompts of different lengths; no static batch then")
     parser.add_argument("--shared", action="store_true", help="the shared prefix instead of the decode table")
     parser.add_argument("--layers", type=int, default=28)

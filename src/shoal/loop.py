@@ -360,6 +360,8 @@ class StepLoop:
             kv_cached_bytes=pool.num_cached * spec.block_bytes,
             weight_bytes=spec.weight_bytes,
             step_bytes=spec.step_bytes,
+            checkpoint_bytes=spec.num_checkpoints * spec.checkpoint_bytes,
+            peak_bytes=self.runner.peak_bytes,
         )
 
 

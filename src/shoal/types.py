@@ -247,8 +247,8 @@ class Receipt:
     `cached_tokens` were taken from the prefix tree when the request first joined the batch, `computed_tokens`
     were fed to the model (again after each of `preemptions`), `shared_with` other requests held its first block
     with it. `miss` is why no more was cached: `cold` (nothing alike was seen), `diverged` (the tokens differ from
-    there on), `evicted` (it was there, memory ran out), `stale` (an old version of its namespace), `off`, or None
-    when nothing was missing.
+    there on), `evicted` (it was there, memory ran out), `checkpoint` (more is there, but recurrent state was not kept at
+    that token), `stale` (an old version of its namespace), `off`, or None when nothing was missing.
     """
 
     cached_tokens: int = 0
@@ -328,7 +328,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine holds now, and totals since it was loaded. Token counts are of ended requests."""
+    """What an engine holds now, and totals since it was loaded. Token counts are of ended requests.
+
+    `peak_bytes` is the most memory the backend had in use at once, None where it does not count.
+    """
 
     waiting: int
     running: int
@@ -343,6 +346,8 @@ class EngineStats:
     kv_cached_bytes: int
     weight_bytes: int
     step_bytes: int
+    checkpoint_bytes: int = 0
+    peak_bytes: int | None = None
 
     @property
     def hit_rate(self) -> float:
@@ -352,5 +357,5 @@ class EngineStats:
 
     @property
     def memory_bytes(self) -> int:
-        """What the memory budget counts: weights, all KV blocks, and the transient of a step."""
-        return self.weight_bytes + self.kv_bytes + self.step_bytes
+        """What the memory budget counts: weights, all KV blocks and checkpoints, and the transient of a step."""
+        return self.weight_bytes + self.kv_bytes + self.checkpoint_bytes + self.step_bytes

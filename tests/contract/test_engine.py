@@ -14,7 +14,7 @@ from shoal.loop import StepLoop, Ticket
 from shoal.runners.base import Runner
 from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 
-LONGEST = 24
+LONGEST = 14
 
 
 class Bench:
@@ -32,7 +32,7 @@ class Bench:
 
     def alone(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> tuple[int, ...]:
         """The tokens of a request with nobody beside it and nothing shared."""
-        with self.loop(max_batch=1, prefix_sharing=False) as loop:
+        with self.loop(max_batch=1, prefix_sharing=False, decode_chunk=4) as loop:
             loop.add(prompt, sampling or greedy())
             return loop.drain()[0].tokens
 
@@ -86,7 +86,7 @@ def bench(runner: Runner) -> Bench:
 
 def test_a_batch_gives_each_what_it_gets_alone(bench: Bench) -> None:
     prompts = [bench.prompt(n) for n in (3, 70, 41, 8, 33, 1)]
-    samplings = [greedy(), greedy(), SamplingParams(max_tokens=LONGEST, ignore_eos=True, temperature=0.9, seed=5)]
+    samplings = [greedy(), greedy(8), SamplingParams(max_tokens=LONGEST, ignore_eos=True, temperature=0.9, seed=5)]
     with bench.loop() as loop:
         for i, prompt in enumerate(prompts):
             loop.add(prompt, samplings[i % 3])
@@ -157,10 +157,10 @@ def test_chunks_and_chains_change_nothing(bench: Bench, settings: dict[str, int]
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_requests_come_and_go_while_others_decode(bench: Bench, chunk: int) -> None:
-    plan = [(0, 40, 20), (0, 6, 9), (2, 70, 5), (3, 33, 24), (3, 1, 12), (9, 90, 6), (12, 12, 12)]
+    plan = [(0, 40, 14), (0, 6, 9), (2, 70, 5), (3, 33, 14), (3, 1, 12), (9, 50, 6)]
     prompts = [bench.prompt(length) for _, length, _ in plan]
     with bench.loop(max_batch=4, decode_chunk=chunk) as loop:
-        for step in range(13):
+        for step in range(10):
             for (at, _, count), prompt in zip(plan, prompts, strict=True):
                 if at == step:
                     loop.add(prompt, greedy(count))
@@ -222,8 +222,8 @@ def test_random_traffic(bench: Bench) -> None:
     trunks = [bench.prompt(n) for n in (0, 40, 64, 77)]
     expected: dict[int, Callable[[], tuple[int, ...]]] = {}
     with bench.loop(max_batch=4, max_step_tokens=64, decode_chunk=2) as loop:
-        for step in range(40):
-            if len(expected) < 14 and rng.random() < 0.6:
+        for step in range(24):
+            if len(expected) < 9 and rng.random() < 0.6:
                 prompt, count = (*rng.choice(trunks), *bench.prompt(rng.randint(1, 30))), rng.randint(1, LONGEST)
                 expected[len(expected)] = lambda p=prompt, c=count: bench.alone(p, greedy(c))  # type: ignore[misc]
                 loop.add(prompt, greedy(count))

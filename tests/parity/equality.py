@@ -35,6 +35,7 @@ class Watched:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.spec: ModelSpec = runner.spec
+        self.peak_bytes: int | None = None
         self.tokens: dict[SeqId, list[int]] = {}
         self.rows: list[tuple[int, ...]] = []  # the tokens before each row seen
         self.known: dict[tuple[int, ...], str] = {}

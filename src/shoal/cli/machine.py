@@ -15,7 +15,7 @@ _FEATURES = (
     "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
     "asimd", "bf16", "i8mm", "sve",
 )  # fmt: skip
-PACKAGES = ("openvino", "numpy", "tokenizers")
+PACKAGES = ("openvino", "mlx", "mlx-lm", "numpy", "tokenizers")
 
 
 def machine_facts() -> dict[str, Any]:

@@ -14,7 +14,7 @@ class Checkpoints:
 
     Invariant: each id is free, reserved by a running sequence that is about to save to it, or that of one node of the
     prefix tree; a node's `checkpoint` is the state after its last token. When none is free the least recently used
-    node gives its own up, one that nobody holds first.
+    node gives its own up, one that nobody holds first, never one that several sequences hold: it is worth more.
     """
 
     def __init__(self, total: int) -> None:
@@ -24,10 +24,11 @@ class Checkpoints:
         self._nodes: dict[int, Node] = {}
 
     def reserve(self, pool: BlockPool) -> int | None:
-        """An id to save to; None when all are reserved. It ends in `attach` or `cancel`."""
-        if not self._free and self._nodes:
-            oldest = min(self._nodes.values(), key=lambda node: (pool.refs(node.block) > 0, node.last_used))
-            self.detach(oldest)
+        """An id to save to; None when there is none to spare. It ends in `attach` or `cancel`."""
+        if not self._free:
+            spare = [node for node in self._nodes.values() if pool.refs(node.block) < 2]
+            if spare:
+                self.detach(min(spare, key=lambda node: (pool.refs(node.block), node.last_used)))
         if not self._free:
             return None
         checkpoint = self._free.pop()

@@ -23,6 +23,11 @@ class Runner(Protocol):
         """Facts about the loaded model; constant for the runner's life."""
         ...
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most memory in use at once so far, in this process; None where the backend does not count it."""
+        ...
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """One forward pass over all sequences of the plan (or `plan.chain` of them, chained).
 

@@ -80,6 +80,11 @@ class FakeRunner:
         self._checkpoints: dict[int, tuple[int, int]] = {}
         self._salt = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """None: not counted."""
+        return None
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass. RunnerError for a sequence without tokens, a table too short for them, a chain that cannot be."""
         if self.plans is not None:

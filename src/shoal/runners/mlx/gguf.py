@@ -63,6 +63,8 @@ def refusal(model: GgufModel) -> str | None:
         return f"rotary scaling {model.rope_scaling.type!r}"
     if model.rope_dim != model.head_dim:
         return f"{model.rope_dim} of {model.head_dim} elements of a head are rotated"
+    if model.architecture == "qwen2" and model.head_dim * model.n_heads != model.n_embd:
+        return f"heads of {model.head_dim} in a qwen2 of {model.n_heads} heads over {model.n_embd}"
     if f"{model.architecture}.expert_count" in model.metadata:
         return "a mixture of experts"
     window = model.metadata.get(f"{model.architecture}.attention.sliding_window")

@@ -59,6 +59,11 @@ class Loaded:
     window: int | None
 
 
+def device() -> str:
+    """What MLX computes on by default: "cpu" or "gpu"."""
+    return "cpu" if mx.default_device() == mx.cpu else "gpu"
+
+
 def read_model(files: ModelFiles, precision: Precision) -> Loaded:
     """Load a GGUF file or a directory with safetensors. Raises the `ModelError` that says what is wrong with it."""
     if files.kind == "openvino":
@@ -67,7 +72,7 @@ def read_model(files: ModelFiles, precision: Precision) -> Loaded:
         )
     if files.kind == "gguf":
         gguf = read_gguf(files.path)
-        dtype = _DTYPES.get(precision, mx.float32 if mx.default_device() == mx.cpu else mx.float16)
+        dtype = _DTYPES.get(precision, mx.float32 if device() == "cpu" else mx.float16)
         return describe(load_gguf(gguf, dtype), gguf.name, gguf.architecture, gguf.context_length)
     model, config = _from_directory(files.path)
     if precision != "auto":

@@ -131,6 +131,11 @@ class NativeRunner:
         return self._spec
 
     @property
+    def peak_bytes(self) -> int | None:
+        """None: not counted."""
+        return None
+
+    @property
     def isa(self) -> str:
         """The instruction set in use, as "avx512bf16"."""
         return str(self._loaded().isa)

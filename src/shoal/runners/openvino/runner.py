@@ -130,6 +130,11 @@ class OpenVINORunner:
         """Facts about the loaded model; constant for the runner's life."""
         return self._spec
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """None: not counted."""
+        return None
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass. `StepOutput.logits` is a view of the plugin's memory, valid until the next call.
 
