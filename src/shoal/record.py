@@ -24,7 +24,7 @@ from shoal.types import FinishReason, Namespace, SamplingParams
 
 _SEQUENCE_FIELDS = (
     "arrival", "deadline", "greedy", "group", "max_tokens", "prefill_only", "prompt_len", "rank", "seq_id", "timeout",
-    "tokens",
+    "tokens", "top",
 )  # fmt: skip
 
 
@@ -225,6 +225,7 @@ def _plan(fields: Mapping[str, Any]) -> StepPlan:
             tuple(item["block_table"]),
             Want(item["want"]),
             item["generated"],
+            item.get("top", 0),
         )
         for item in fields["sequences"]
     )

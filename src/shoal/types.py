@@ -157,6 +157,12 @@ class SamplingParams:
         return self.temperature == 0 and not self.shapes_logits and self.logprobs is None
 
     @property
+    def top(self) -> int:
+        """How many of the largest raw logits decide the next token, 0 where all may."""
+        alone = self.temperature > 0 and not self.shapes_logits and self.logprobs is None
+        return self.top_k if alone else 0
+
+    @property
     def shapes_logits(self) -> bool:
         """True when penalties, biases, a grammar or a minimum length change the logits before the choice."""
         return (
