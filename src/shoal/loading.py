@@ -74,6 +74,13 @@ def choose_runner(
         why = f"not native: {reason}"
     else:
         why = "asked for"
+    if config.kv_precision != "auto":
+        raise ConfigError(
+            f"kv_precision is {config.kv_precision!r}, and the runner is openvino ({why})",
+            value=config.kv_precision,
+            limit="auto",
+            hint="OpenVINO keeps KV in the precision it computes in; leave kv_precision at 'auto'",
+        )
     if importlib.util.find_spec("openvino") is None:
         raise BackendError(
             f"openvino is not installed for {sys.executable}", value="openvino", hint="pip install openvino"
@@ -126,6 +133,8 @@ def make_runner(files: ModelFiles, config: EngineConfig, store: Store, name: str
             memory_bytes=memory_bytes,
             cache_dir=cache_dir,
             threads=config.threads,
+            pin_threads=config.pin_threads,
+            kv_precision=config.kv_precision,
             max_step_tokens=config.max_step_tokens,
         )
     from shoal.runners.openvino.runner import OpenVINORunner
@@ -136,6 +145,7 @@ def make_runner(files: ModelFiles, config: EngineConfig, store: Store, name: str
         memory_bytes=memory_bytes,
         cache_dir=cache_dir,
         threads=config.threads,
+        pin_threads=config.pin_threads,
         precision=config.precision,
         max_step_tokens=config.max_step_tokens,
     )

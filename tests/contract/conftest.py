@@ -12,14 +12,16 @@ from shoal.runners.fake import FakeRunner
 from tests.contract.runners import real_runner
 
 
-@pytest.fixture(scope="module", params=["fake", "fake, decode apart", "openvino", "native"])
+@pytest.fixture(scope="module", params=["fake", "fake, decode apart", "openvino", "native", "native, u8"])
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """One runner of each kind for all tests of a file; each test uses blocks of its own."""
     kind: str = request.param
     try:
-        made: Runner = (
-            FakeRunner(num_blocks=400, splits_decode="apart" in kind) if "fake" in kind else real_runner(kind)
-        )
+        if "fake" in kind:
+            made: Runner = FakeRunner(num_blocks=400, splits_decode="apart" in kind)
+        else:
+            name, _, kv_precision = kind.partition(", ")
+            made = real_runner(name, kv_precision=kv_precision or "auto")
     except (BackendError, ModelNotFoundError) as error:
         pytest.skip(f"{kind} cannot be tested here: {error}")
     yield made
