@@ -72,7 +72,8 @@ def random_plan(rng: random.Random, blocks: int, vocab: int) -> Any:
         table = tuple(rng.randrange(blocks) for _ in range(rng.choice([0, 1, 2, 3, 4, 6])))
         if rng.random() < 0.1:
             table += (any_int(rng, blocks),)
-        return ScheduledSequence(seq_id, tokens, start, table, rng.choice(list(Want)))
+        top = rng.choice([1, 5, 40, any_int(rng, vocab)])
+        return ScheduledSequence(seq_id, tokens, start, table, rng.choice(list(Want)), 0, top)
 
     copies = tuple((any_int(rng, blocks), any_int(rng, blocks)) for _ in range(rng.choice([0, 0, 0, 1, 2])))
     chain = rng.choice([1, 1, 1, 1, 2, 5, any_int(rng, 16)])
