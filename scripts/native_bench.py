@@ -26,131 +26,144 @@ CASES = {  # name: streams, tokens of context, of which shared
 PREFILL = 512
 
 
-def llama_worker(path: str, threads: int) -> None:
-    import ctypes
+def prompt(seed: int, length: int) -> list[int]:
+    return [(7 * p + seed) % 1000 + 100 for p in range(length)]
 
-    import llama_cpp as ll
 
-    quiet = ll.llama_log_callback(lambda *_: None)  # lives as long as the loop below
-    ll.llama_log_set(quiet, None)
-    ll.llama_backend_init()
-    model = ll.llama_model_load_from_file(path.encode(), ll.llama_model_default_params())
-    vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
-    context: Any = None
+class LlamaWorker:
+    """llama.cpp through its low-level API, as its server uses it."""
 
-    def open_context(streams: int, length: int, unified: bool) -> Any:
+    def __init__(self, path: str, threads: int) -> None:
+        import llama_cpp as ll
+
+        self.ll, self.threads = ll, threads
+        self.quiet = ll.llama_log_callback(lambda *_: None)  # lives as long as this
+        ll.llama_log_set(self.quiet, None)
+        ll.llama_backend_init()
+        self.model = ll.llama_model_load_from_file(path.encode(), ll.llama_model_default_params())
+        self.batch = ll.llama_batch_init(1024, 0, 1)
+        self.context: Any = None
+
+    def setup(self, streams: int, length: int, shared: int) -> None:
+        ll = self.ll
+        if self.context is not None:
+            ll.llama_free(self.context)
         p = ll.llama_context_default_params()
         p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = streams * (length + 64), 512, 512, streams
-        p.n_threads = p.n_threads_batch = threads
-        p.kv_unified = unified
-        return ll.llama_init_from_model(model, p)
+        p.n_threads = p.n_threads_batch = self.threads
+        p.kv_unified = shared > 0
+        self.context = ll.llama_init_from_model(self.model, p)
+        self.memory = ll.llama_get_memory(self.context)
+        self.streams, self.length = streams, length
+        for seq in range(streams):
+            first = shared if seq else 0
+            if first:
+                ll.llama_memory_seq_cp(self.memory, 0, seq, 0, shared)
+            tokens = prompt(seq, length)
+            for at in range(first, length, 512):
+                self.feed([(tokens[p], p, seq, False) for p in range(at, min(at + 512, length))])
 
-    batch = ll.llama_batch_init(1024, 0, 1)
-
-    def feed(items: list[tuple[int, int, int, bool]]) -> None:
+    def feed(self, items: list[tuple[int, int, int, bool]]) -> None:
+        batch = self.batch
         batch.n_tokens = len(items)
         for i, (token, pos, seq, want) in enumerate(items):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, pos, 1, int(want)
             batch.seq_id[i][0] = seq
-        if ll.llama_decode(context, batch):
+        if self.ll.llama_decode(self.context, batch):
             raise RuntimeError("llama_decode failed")
 
-    state: dict[str, int] = {}
-    for line in sys.stdin:
-        job = json.loads(line)
-        times = []
-        if job["do"] == "setup":
-            streams, length, shared = job["case"]
-            if context is not None:
-                ll.llama_free(context)
-            context = open_context(streams, length, shared > 0)
-            memory = ll.llama_get_memory(context)
-            for seq in range(streams):
-                first = shared if seq else 0
-                if seq and shared:
-                    ll.llama_memory_seq_cp(memory, 0, seq, 0, shared)
-                tokens = [(7 * p + seq) % 1000 + 100 for p in range(length)]
-                for at in range(first, length, 512):
-                    feed([(tokens[p], p, seq, False) for p in range(at, min(at + 512, length))])
-            state = {"streams": streams, "pos": length}
-        elif job["do"] == "decode":
-            memory = ll.llama_get_memory(context)
-            for _ in range(job["steps"]):
-                began = time.perf_counter()
-                feed([(100 + s, state["pos"], s, True) for s in range(state["streams"])])
-                for i in range(state["streams"]):  # llama.cpp has no arg-max of its own in this interface
-                    row = (ctypes.c_float * vocab).from_address(
-                        ctypes.addressof(ll.llama_get_logits_ith(context, i).contents)
-                    )
-                    row[0]
-                times.append(time.perf_counter() - began)
-                for s in range(state["streams"]):
-                    ll.llama_memory_seq_rm(memory, s, state["pos"], -1)
+    def decode(self) -> None:
+        """A step; the arg-max, which this interface leaves to its caller, is not counted."""
+        self.feed([(100 + s, self.length, s, True) for s in range(self.streams)])
+        for i in range(self.streams):
+            self.ll.llama_get_logits_ith(self.context, i)[0]
+
+    def after_decode(self) -> None:
+        for s in range(self.streams):
+            self.ll.llama_memory_seq_rm(self.memory, s, self.length, -1)
+
+    def before_prefill(self) -> None:
+        self.ll.llama_memory_clear(self.memory, False)
+
+    def prefill(self) -> None:
+        self.feed([(token, p, 0, p == PREFILL - 1) for p, token in enumerate(prompt(0, PREFILL))])
+        self.ll.llama_get_logits_ith(self.context, PREFILL - 1)[0]
+
+
+class RunnerWorker:
+    """One of this package's runners, without scheduler or engine."""
+
+    def __init__(self, kind: str, path: str, threads: int, cache: str, kv: Any) -> None:
+        from shoal.models.files import local_files
+
+        files = local_files("bench", Path(path))
+        if kind == "native":
+            from shoal.runners.native.runner import NativeRunner
+
+            self.runner: Any = NativeRunner.load(
+                files, kv_bytes=512 << 20, cache_dir=Path(cache), threads=threads, kv_precision=kv
+            )
         else:
-            memory = ll.llama_get_memory(context)
-            for _ in range(job["steps"]):
-                ll.llama_memory_clear(memory, False)
-                began = time.perf_counter()
-                feed([((7 * p) % 1000 + 100, p, 0, p == PREFILL - 1) for p in range(PREFILL)])
-                ll.llama_get_logits_ith(context, PREFILL - 1)[0]
-                times.append(time.perf_counter() - began)
-        print(json.dumps(times), flush=True)
+            from shoal.runners.openvino.runner import OpenVINORunner
+
+            self.runner = OpenVINORunner.load(files.path, kv_bytes=512 << 20, cache_dir=Path(cache), threads=threads)
+        self.tables: list[tuple[int, ...]] = []
+
+    def step(self, items: list[tuple[int, tuple[int, ...], int, bool]]) -> None:
+        from shoal.plan import ScheduledSequence, StepPlan, Want
+
+        sequences = tuple(
+            ScheduledSequence(s, tokens, start, self.tables[s], Want.ARGMAX if want else Want.NOTHING)
+            for s, tokens, start, want in items
+        )
+        self.runner.execute(StepPlan(0, sequences))
+
+    def setup(self, streams: int, length: int, shared: int) -> None:
+        size = self.runner.spec.block_size
+        blocks, trunk = (length + 64) // size + 1, shared // size
+        self.length = length
+        self.tables = [
+            (*range(trunk), *range(trunk + s * (blocks - trunk), trunk + (s + 1) * (blocks - trunk)))
+            for s in range(streams)
+        ]
+        for s in range(streams):
+            tokens = prompt(s, length)
+            for at in range(trunk * size if s else 0, length, 512):
+                self.step([(s, tuple(tokens[at : at + 512]), at, False)])
+
+    def decode(self) -> None:
+        self.step([(s, (100 + s,), self.length, True) for s in range(len(self.tables))])
+
+    def after_decode(self) -> None:
+        pass
+
+    def before_prefill(self) -> None:
+        self.tables = [tuple(range(PREFILL // self.runner.spec.block_size + 1))]
+
+    def prefill(self) -> None:
+        self.step([(0, tuple(prompt(0, PREFILL)), 0, True)])
 
 
-def runner_worker(kind: str, path: str, threads: int, cache: str) -> None:
-    from shoal.models.files import local_files
-    from shoal.plan import ScheduledSequence, StepPlan, Want
-
-    files = local_files("bench", Path(path))
-    runner: Any
-    if kind == "native":
-        from shoal.runners.native.runner import NativeRunner
-
-        runner = NativeRunner.load(files, kv_bytes=512 << 20, cache_dir=Path(cache), threads=threads)
-    else:
-        from shoal.runners.openvino.runner import OpenVINORunner
-
-        runner = OpenVINORunner.load(files.path, kv_bytes=512 << 20, cache_dir=Path(cache), threads=threads)
-    size = runner.spec.block_size
-    tables: list[tuple[int, ...]] = []
-    length = 0
-
-    def step(items: list[tuple[int, tuple[int, ...], int, Want]]) -> None:
-        sequences = tuple(ScheduledSequence(s, tokens, start, tables[s], want) for s, tokens, start, want in items)
-        runner.execute(StepPlan(0, sequences))
-
+def serve(worker: LlamaWorker | RunnerWorker) -> None:
+    """Answer jobs, one JSON line each, with the seconds of each step."""
     for line in sys.stdin:
         job = json.loads(line)
-        times = []
+        times: list[Any] = []
         if job["do"] == "setup":
-            streams, length, shared = job["case"]
-            blocks = (length + 64) // size + 1
-            trunk = shared // size
-            tables = []
-            for s in range(streams):
-                tables.append(tuple(range(s * blocks, (s + 1) * blocks)))
-            if shared:
-                free = iter(range(blocks, 10**6))
-                tables = [tables[0]] + [
-                    tuple(range(trunk)) + tuple(next(free) for _ in range(blocks - trunk)) for _ in range(streams - 1)
-                ]
-            for s in range(streams):
-                tokens = [(7 * p + s) % 1000 + 100 for p in range(length)]
-                for at in range(trunk * size if s and shared else 0, length, 512):
-                    step([(s, tuple(tokens[at : at + 512]), at, Want.NOTHING)])
-        elif job["do"] == "decode":
-            for _ in range(job["steps"]):
-                began = time.perf_counter()
-                step([(s, (100 + s,), length, Want.ARGMAX) for s in range(len(tables))])
-                times.append(time.perf_counter() - began)
+            worker.setup(*job["case"])
         elif job["do"] == "profile":
-            times = [runner.profile()]
+            assert isinstance(worker, RunnerWorker)
+            times = [worker.runner.profile()]
         else:
-            tables = [tuple(range(PREFILL // size + 1))]
+            decode = job["do"] == "decode"
             for _ in range(job["steps"]):
+                if not decode:
+                    worker.before_prefill()
                 began = time.perf_counter()
-                step([(0, tuple((7 * p) % 1000 + 100 for p in range(PREFILL)), 0, Want.ARGMAX)])
+                (worker.decode if decode else worker.prefill)()
                 times.append(time.perf_counter() - began)
+                if decode:
+                    worker.after_decode()
         print(json.dumps(times), flush=True)
 
 
@@ -166,6 +179,8 @@ class Peer:
             str(options.threads),
             "--cache",
             options.cache,
+            "--kv-precision",
+            options.kv_precision,
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -184,16 +199,17 @@ def main() -> None:
     parser.add_argument("--worker", default="")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", default="/tmp/shoal-native-bench")
+    parser.add_argument("--kv-precision", default="auto")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--peers", default="llama")
     parser.add_argument("--cases", default=",".join([*CASES, "prefill"]))
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     if options.worker == "llama":
-        llama_worker(options.model, options.threads)
+        serve(LlamaWorker(options.model, options.threads))
         return
     if options.worker:
-        runner_worker(options.worker, options.model, options.threads, options.cache)
+        serve(RunnerWorker(options.worker, options.model, options.threads, options.cache, options.kv_precision))
         return
     kinds = ["native", *[p for p in options.peers.split(",") if p]]
     peers = {kind: Peer(options.peer_python if kind == "llama" else sys.executable, kind, options) for kind in kinds}

@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q5_K", "Q6_K")
+KV: tuple[Any, ...] = ("bf16", "u8")
 
 
 def use_extension(path: Path) -> None:
@@ -71,7 +72,8 @@ def random_plan(rng: random.Random, blocks: int, vocab: int) -> Any:
         table = tuple(rng.randrange(blocks) for _ in range(rng.choice([0, 1, 2, 3, 4, 6])))
         if rng.random() < 0.1:
             table += (any_int(rng, blocks),)
-        return ScheduledSequence(seq_id, tokens, start, table, rng.choice(list(Want)))
+        top = rng.choice([1, 5, 40, any_int(rng, vocab)])
+        return ScheduledSequence(seq_id, tokens, start, table, rng.choice(list(Want)), 0, top)
 
     copies = tuple((any_int(rng, blocks), any_int(rng, blocks)) for _ in range(rng.choice([0, 0, 0, 1, 2])))
     chain = rng.choice([1, 1, 1, 1, 2, 5, any_int(rng, 16)])
@@ -95,7 +97,7 @@ def fuzz(seconds: float, seed: int) -> Counter[str]:
 
     rng, outcomes, folder = random.Random(seed), Counter[str](), Path(tempfile.mkdtemp())
     sources = [write_blocks(folder / f"{kind}.gguf", kind, layers=1) for kind in KINDS]
-    packed = [(packed_path(local_files("t", path), folder), open_tiny(path)) for path in sources]
+    packed = [(packed_path(local_files("t", path), folder), open_tiny(path, kv=rng.choice(KV))) for path in sources]
     isas = load_core().isas()
     until = time.monotonic() + seconds
     round_ = 0
@@ -107,12 +109,12 @@ def fuzz(seconds: float, seed: int) -> Counter[str]:
             if rng.random() < 0.5:
                 bad = folder / f"bad{round_ % 4}.gguf"
                 bad.write_bytes(damage(rng, sources[which].read_bytes()))
-                made = open_tiny(bad, isa=rng.choice(isas), threads=rng.randint(1, 3))
+                made = open_tiny(bad, isa=rng.choice(isas), threads=rng.randint(1, 3), kv=rng.choice(KV))
             elif rng.random() < 0.5:
                 bad = folder / f"bad{round_ % 4}.gguf"
                 bad.write_bytes(sources[which].read_bytes())
                 packed_path(local_files("t", bad), folder).write_bytes(damage(rng, packed[which][0].read_bytes()))
-                made = open_tiny(bad, isa=rng.choice(isas), threads=rng.randint(1, 3))
+                made = open_tiny(bad, isa=rng.choice(isas), threads=rng.randint(1, 3), kv=rng.choice(KV))
             for _ in range(20):
                 runner = made or packed[which][1]
                 try:

@@ -86,22 +86,45 @@ static void products(const Kernels& k, const Kernels& plain, Codes codes, bool h
     }
 }
 
-static void attention(const Kernels& k, const Kernels& plain, Heads heads, int tokens) {
-    const size_t elements = kv_head_elements(heads.dim);
-    std::vector<uint16_t> kv(2 * elements), q(size_t(heads.group * heads.dim));
-    for (auto& x : kv) x = uint16_t(0x3c00 + (rng() & 0x81ff));
-    for (auto& x : q) x = uint16_t(0x3c00 + (rng() & 0x81ff));
+static void attention(const Kernels& k, const Kernels& plain, Heads heads, int tokens, bool eight) {
+    const size_t bytes = kv_head_bytes(heads.dim, eight ? 8 : 16), width = size_t(heads.dim) * 2;
+    std::vector<uint8_t> kv(2 * bytes), q(size_t(heads.group) * width);
+    const auto bf16 = [](std::vector<uint8_t>& to) {
+        for (size_t i = 0; i < to.size(); i += 2) {
+            const uint16_t x = uint16_t(0x3c00 + (rng() & 0x81ff));
+            memcpy(to.data() + i, &x, 2);
+        }
+    };
+    if (eight) {
+        for (auto& x : kv) x = uint8_t(rng() % 255 + 1);
+        for (size_t block = 0; block < 2; block++)
+            for (size_t i = 0; i < 64; i++) {
+                const float scale = uniform(0.01f, 0.02f);
+                memcpy(kv.data() + block * bytes + size_t(heads.dim) * 64 + 4 * i, &scale, 4);
+            }
+        for (int h = 0; h < heads.group; h++) {
+            std::vector<float> x(size_t(heads.dim));
+            for (auto& v : x) v = uniform(-1, 1);
+            int8_t* codes = reinterpret_cast<int8_t*>(q.data()) + size_t(h) * width;
+            std::vector<int8_t> other(x.size());
+            const Scaled row = plain.to_codes(x.data(), heads.dim, codes), same = k.to_codes(x.data(), heads.dim, other.data());
+            expect(row.scale == same.scale && row.sum128 == same.sum128 && !memcmp(codes, other.data(), x.size()), k.name, "to_codes", same.scale);
+            memcpy(codes + heads.dim, &row, sizeof row);
+        }
+    } else {
+        bf16(kv), bf16(q);
+    }
     std::vector<float> outs[2];
     for (const Kernels* which : {&k, &plain}) {
         std::vector<float> state(size_t(state_floats(heads))), out(size_t(heads.group * heads.dim));
         Row row = {q.data(), state.data(), tokens};
         which->start_row(state.data(), heads);
         for (int first = 0; first < tokens; first += kSpan)
-            which->attend(kv.data(), kv.data() + elements, nullptr, kv.data(), &row, 1, first, heads);
+            which->attend[eight](kv.data(), kv.data() + bytes, nullptr, kv.data(), &row, 1, first, heads);
         which->finish_row(state.data(), heads, out.data());
         outs[which == &plain] = out;
     }
-    expect(distance(outs[0], outs[1]) < 2e-3, k.name, "attention", distance(outs[0], outs[1]));
+    expect(distance(outs[0], outs[1]) < 2e-3, k.name, eight ? "attention in 8 bits" : "attention", distance(outs[0], outs[1]));
 }
 
 static void rows(const Kernels& k, const Kernels& plain) {
@@ -113,6 +136,12 @@ static void rows(const Kernels& k, const Kernels& plain) {
     k.silu_mul(a.data(), w.data(), 192), plain.silu_mul(b.data(), w.data(), 192);
     for (int i = 0; i < 192; i++) x[size_t(i)] = x[size_t(i)] / (1 + std::exp(-x[size_t(i)])) * w[size_t(i)];
     expect(distance(a, b) < 1e-6 && distance(a, x) < 1e-6, k.name, "silu", distance(a, x));
+    for (int half : {16, 24, 32}) {
+        std::vector<float> c(x.begin(), x.begin() + 32), s(x.begin() + 32, x.begin() + 64);
+        a = b = w;
+        k.rotate(a.data(), c.data(), s.data(), half), plain.rotate(b.data(), c.data(), s.data(), half);
+        expect(distance(a, b) < 1e-6 && a[0] == w[0] * c[0] - w[size_t(half)] * s[0], k.name, "rotate", distance(a, b));
+    }
     float best = -INFINITY, bad = 0;
     int index = 0;
     x[100] = x[131] = 50;
@@ -125,8 +154,8 @@ static void rows(const Kernels& k, const Kernels& plain) {
 
 int main() {
     const Kernels& plain = *choose_kernels("plain");
-    for (const auto& name : supported_isas()) {
-        const Kernels& k = *choose_kernels(name);
+    for (const Kernels* each : supported_kernels()) {
+        const Kernels& k = *each;
         products(k, plain, Codes::kFour, true, false, 32, -1), products(k, plain, Codes::kFour, false, false, 32, 3);
         products(k, plain, Codes::kFour, true, true, 32, -1), products(k, plain, Codes::kEight, false, false, 32, 7);
         products(k, plain, Codes::kEight, true, false, 32, -1), products(k, plain, Codes::kEight, true, true, 32, -1);
@@ -134,7 +163,8 @@ int main() {
         products(k, plain, Codes::kHalf, false, false, 32, -1), products(k, plain, Codes::kBf16, false, false, 32, -1);
         for (int dim : {32, 64, 96, 128})
             for (int group : {1, 2, 3, 4, 7})
-                for (int tokens : {1, 2, 31, 33, 64}) attention(k, plain, {group, dim}, tokens);
+                for (int tokens : {1, 2, 31, 33, 64})
+                    for (bool eight : {false, true}) attention(k, plain, {group, dim}, tokens, eight);
         rows(k, plain);
         printf("%s: %s\n", k.name, failures ? "FAILED" : "as plain");
     }

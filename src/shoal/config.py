@@ -37,10 +37,12 @@ class EngineConfig:
     its next token because another prompt is being computed. decode_chunk: greedy tokens chained on the device
     where the runner can (1: strict streaming). ageing_s: waiting this long lifts a request by one priority class.
     watchdog_s: a forward pass that takes longer is taken for hung. threads: of the runner (None: all cores).
-    precision: "auto", "bf16" or "f32". seed: where requests without one get theirs from (None: from the system).
-    runner: which backend ("auto": the best this machine has). cache_limit: bytes of freed memory that MLX keeps for
-    reuse (None: MLX decides); other runners have no such cache. record: a file to log arrivals, plans and samples to,
-    for `shoal replay`.
+    pin_threads: keep each on one core; for a machine, or an affinity mask, that nothing else uses.
+    precision: "auto", "bf16" or "f32". kv_precision: of the KV, "auto" (bf16 on the native runner), "bf16" or "u8"
+    (8 bits, half the memory; the native runner only). seed: where requests without one get theirs from (None: from
+    the system). runner: which backend ("auto": the best this machine has). cache_limit: bytes of freed memory that MLX
+    keeps for reuse (None: MLX decides); other runners have no such cache. record: a file to log arrivals, plans and
+    samples to, for `shoal replay`.
     """
 
     max_batch: int = 8
@@ -55,7 +57,9 @@ class EngineConfig:
     ageing_s: float = 10.0
     watchdog_s: float = 120.0
     threads: int | None = None
+    pin_threads: bool = False
     precision: Literal["auto", "bf16", "f32"] = "auto"
+    kv_precision: Literal["auto", "bf16", "u8"] = "auto"
     runner: str = "auto"
     cache_limit: int | str | None = None
     seed: int | None = None
@@ -85,8 +89,11 @@ class EngineConfig:
                 object.__setattr__(self, name, parse_bytes(value, name))
         if self.precision not in ("auto", "bf16", "f32"):
             raise _out_of_range("precision", self.precision, "auto, bf16 or f32")
-        if not isinstance(self.prefix_sharing, bool):
-            raise _out_of_range("prefix_sharing", self.prefix_sharing, "true or false")
+        if self.kv_precision not in ("auto", "bf16", "u8"):
+            raise _out_of_range("kv_precision", self.kv_precision, "auto, bf16 or u8")
+        for name in ("prefix_sharing", "pin_threads"):
+            if not isinstance(getattr(self, name), bool):
+                raise _out_of_range(name, getattr(self, name), "true or false")
         if self.max_batch > self.max_step_tokens:
             raise _out_of_range("max_batch", self.max_batch, f"at most max_step_tokens ({self.max_step_tokens})")
 

@@ -82,6 +82,13 @@ def choose_runner(
         why = f"not native: {reason}"
     else:
         why = "asked for"
+    if config.kv_precision != "auto":
+        raise ConfigError(
+            f"kv_precision is {config.kv_precision!r}, and the runner is openvino ({why})",
+            value=config.kv_precision,
+            limit="auto",
+            hint="OpenVINO keeps KV in the precision it computes in; leave kv_precision at 'auto'",
+        )
     if importlib.util.find_spec("openvino") is None:
         raise BackendError(
             f"openvino is not installed for {sys.executable}", value="openvino", hint="pip install openvino"
@@ -172,6 +179,8 @@ def make_runner(files: ModelFiles, config: EngineConfig, store: Store, name: str
             memory_bytes=memory_bytes,
             cache_dir=cache_dir,
             threads=config.threads,
+            pin_threads=config.pin_threads,
+            kv_precision=config.kv_precision,
             max_step_tokens=config.max_step_tokens,
         )
     if name == "mlx":
@@ -192,6 +201,7 @@ def make_runner(files: ModelFiles, config: EngineConfig, store: Store, name: str
         memory_bytes=memory_bytes,
         cache_dir=cache_dir,
         threads=config.threads,
+        pin_threads=config.pin_threads,
         precision=config.precision,
         max_step_tokens=config.max_step_tokens,
     )

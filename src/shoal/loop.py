@@ -22,7 +22,7 @@ from shoal.intake import Admissible, Intake
 from shoal.plan import SeqId, StepOutput, StepPlan, StepRecord, Want
 from shoal.record import RecordingScheduler
 from shoal.runners.base import Runner
-from shoal.sampling import INVALID_TOKEN, SamplerState, sample
+from shoal.sampling import INVALID_TOKEN, SamplerState, sample, sample_top
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, TokenLogprob
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class StepLoop:
             max_tokens=admissible.sampling.max_tokens,
             checker=StopChecker(admissible.sampling, self.intake.eos_ids, token_bytes),
             greedy=admissible.sampling.greedy,
+            top=admissible.sampling.top,
             arrival=arrival,
             rank=RANKS[request.priority],
             group=request.group,
@@ -274,6 +275,14 @@ class StepLoop:
         for seq_id, tokens in output.argmax.items():
             if INVALID_TOKEN in tokens:
                 self._poison(sampled, seq_id)
+        for seq_id, (ids, logits) in output.top.items():
+            ticket = self._tickets[seq_id]
+            token = sample_top(ids, logits, ticket.sampler)
+            if token == INVALID_TOKEN:
+                self._reject(ticket)
+                continue
+            ticket.sampler.accept(token)
+            sampled[seq_id] = (token,)
         if output.logits is None:
             return sampled
         rows = [self._tickets[item.seq_id] for item in plan.sequences if item.want is Want.LOGITS]

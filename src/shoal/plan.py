@@ -6,7 +6,7 @@ Axis letters in shapes: B sequences, T tokens, V vocabulary. Nothing here import
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -28,6 +28,7 @@ class Want(StrEnum):
     NOTHING = "nothing"  # prompt tokens that are not the last: no projection to the vocabulary
     ARGMAX = "argmax"  # the most likely token
     LOGITS = "logits"  # all V logits
+    TOP = "top"  # the `top` largest logits and their tokens; only up to ModelSpec.max_top
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class ScheduledSequence:
     KV of position p lives in slot p % block_size of block `block_table[p // block_size]`. Positions below `start`
     are there already. The table covers every fed position (and the chained ones) and may be longer. A table that
     did not change since an earlier step is the same object, so a runner may cache what it derives from it. The last
-    `generated` of the tokens are output of the sequence, the ones before are its prompt.
+    `generated` of the tokens are output of the sequence, the ones before are its prompt. `top` counts for TOP
+    only.
 
     Of a model with recurrent state, KV blocks are not all there is. A sequence's state goes on from its last step;
     where it has none in the runner and `start` is above 0, it starts from checkpoint `load`. A chunk that wants nothing
@@ -53,6 +55,7 @@ class ScheduledSequence:
     generated: int = 0
     load: int | None = None
     save: int | None = None
+    top: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,14 @@ class StepOutput:
 
     `argmax` holds `chain` tokens for each sequence that wanted ARGMAX, of equal logits the lowest token, and -1 where
     the logits were not finite numbers. `logits`, float32 [n, V], holds one row for each sequence that wanted LOGITS, in
-    plan order; it is valid until the runner's next call and may be written to.
+    plan order; it is valid until the runner's next call and may be written to. `top` holds, for each sequence that
+    wanted TOP, the tokens of its `top` largest logits, int64 in rising order, and these logits, float32; of equal
+    logits the lowest tokens are in it, and it is empty where the logits were not finite numbers.
     """
 
     argmax: Mapping[SeqId, tuple[int, ...]]
     logits: NDArray[np.float32] | None = None
+    top: Mapping[SeqId, tuple[NDArray[np.int64], NDArray[np.float32]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class ModelSpec:
     `exact`: logits of a sequence are the same bits whatever else is in the batch and however it is chunked.
     `splits_decode`: that holds as long as generated tokens and prompt tokens are told apart, because other kernels
     compute them; then KV of the ones never stands in for KV of the others.
+    `max_top`: the most tokens that Want.TOP may ask for (0: this runner gives LOGITS or ARGMAX).
     `recurrent`: some layers keep a state that cannot be cut, so that a prefix can only be taken up where a checkpoint
     of it was kept; there is room for `num_checkpoints` of `checkpoint_bytes` each, beside the blocks.
     """
@@ -113,6 +120,7 @@ class ModelSpec:
     weight_bytes: int
     step_bytes: int = 0
     max_chain: int = 1
+    max_top: int = 0
     copies_blocks: bool = True
     exact: bool = False
     splits_decode: bool = False

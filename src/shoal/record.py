@@ -24,7 +24,7 @@ from shoal.types import FinishReason, Namespace, SamplingParams
 
 _SEQUENCE_FIELDS = (
     "arrival", "deadline", "greedy", "group", "max_tokens", "path", "prefill_only", "prompt_len", "rank", "seq_id",
-    "timeout", "tokens",
+    "timeout", "tokens", "top",
 )  # fmt: skip
 
 
@@ -251,6 +251,7 @@ def _plan(fields: Mapping[str, Any]) -> StepPlan:
             item["generated"],
             item["load"],
             item["save"],
+            item.get("top", 0),
         )
         for item in fields["sequences"]
     )

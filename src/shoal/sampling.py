@@ -213,18 +213,44 @@ def sample(logits: Floats, states: Sequence[SamplerState]) -> tuple[Ids, list[To
     return tokens, logprobs
 
 
+def sample_top(ids: Ids, logits: Floats, state: SamplerState) -> int:
+    """The token that `sample` chooses for a row of which only the `top_k` largest logits are at hand.
+
+    `ids` rise, `logits` are theirs; for requests whose `SamplingParams.top` is that number. `INVALID_TOKEN` when empty.
+    """
+    if not len(ids):
+        return INVALID_TOKEN
+    with np.errstate(over="ignore", under="ignore"):
+        return _choose_among(ids, logits, logits.max(), state)
+
+
+def _choose_among(ids: Ids, z: Floats, largest: np.float32, state: SamplerState) -> int:
+    """The token among those that top-k left, with logits `z`; `ids` rise."""
+    params = state.params
+    if params.top_k == 1:
+        return int(ids[z.argmax()])
+    weights = _weigh(z, largest, params.temperature)
+    if params.top_p < 1:
+        ids, weights = _nucleus(ids, weights, params.top_p * float(weights.sum(dtype=np.float64)))
+    return _draw_among(ids, weights, state)
+
+
+def _draw_among(ids: Ids, weights: Floats, state: SamplerState) -> int:
+    if state.params.min_p > 0:
+        kept = (weights >= np.float32(state.params.min_p)).nonzero()[0]
+        ids, weights = ids[kept], weights[kept]
+    return int(ids[_draw(_running(weights), state.next_uniform())])
+
+
 def _choose(z: Floats, largest: np.float32, state: SamplerState, padded: Floats) -> int:
     """The token for shaped logits `z` with that finite maximum; `padded` is scratch of whole blocks, zero beyond V."""
     params = state.params
     if params.temperature == 0 or params.top_k == 1:
         return int(z.argmax())
-    u = state.next_uniform()
     if 0 < params.top_k < len(z):
         ids = _largest(z, params.top_k)
-        weights = _weigh(z[ids], largest, params.temperature)
-        if params.top_p < 1:
-            ids, weights = _nucleus(ids, weights, params.top_p * float(weights.sum(dtype=np.float64)))
-    elif params.top_p < 1:
+        return _choose_among(ids, z[ids], largest, state)
+    if params.top_p < 1:
         row = _weigh(z, largest, params.temperature, padded)
         ids, weights = _nucleus_of_row(row, float(_block_sums(padded)[-1]), params.top_p, params.min_p)
     elif params.min_p > 0:
@@ -232,11 +258,8 @@ def _choose(z: Floats, largest: np.float32, state: SamplerState, padded: Floats)
         weights = _weigh(z[ids], largest, params.temperature)
     else:
         _weigh(z, largest, params.temperature, padded)
-        return _draw_from_row(padded, u)
-    if params.min_p > 0:
-        kept = (weights >= np.float32(params.min_p)).nonzero()[0]
-        ids, weights = ids[kept], weights[kept]
-    return int(ids[_draw(_running(weights), u)])
+        return _draw_from_row(padded, state.next_uniform())
+    return _draw_among(ids, weights, state)
 
 
 def _weigh(z: Floats, largest: np.float32, temperature: float, out: Floats | None = None) -> Floats:

@@ -157,6 +157,12 @@ class SamplingParams:
         return self.temperature == 0 and not self.shapes_logits and self.logprobs is None
 
     @property
+    def top(self) -> int:
+        """How many of the largest raw logits decide the next token, 0 where all may."""
+        alone = self.temperature > 0 and not self.shapes_logits and self.logprobs is None
+        return self.top_k if alone else 0
+
+    @property
     def shapes_logits(self) -> bool:
         """True when penalties, biases, a grammar or a minimum length change the logits before the choice."""
         return (
@@ -247,8 +253,8 @@ class Receipt:
     `cached_tokens` were taken from the prefix tree when the request first joined the batch, `computed_tokens`
     were fed to the model (again after each of `preemptions`), `shared_with` other requests held its first block
     with it. `miss` is why no more was cached: `cold` (nothing alike was seen), `diverged` (the tokens differ from
-    there on), `evicted` (it was there, memory ran out), `checkpoint` (more is there, but recurrent state was not kept at
-    that token), `stale` (an old version of its namespace), `off`, or None when nothing was missing.
+    there on), `evicted` (it was there, memory ran out), `checkpoint` (more is there, but recurrent state was not
+    kept at that token), `stale` (an old version of its namespace), `off`, or None when nothing was missing.
     """
 
     cached_tokens: int = 0

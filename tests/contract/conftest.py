@@ -14,7 +14,7 @@ from tests.contract.mlx_tiny import FAMILIES, tiny_runner
 from tests.contract.runners import real_runner
 
 FAKES = {"fake": {}, "fake, decode apart": {"splits_decode": True}, "fake, recurrent": {"checkpoints": 4}}
-KINDS = [*FAKES, "openvino", "native", *(f"mlx {family}" for family in FAMILIES)]
+KINDS = [*FAKES, "openvino", "native", "native, u8", *(f"mlx {family}" for family in FAMILIES)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -34,6 +34,7 @@ def make(kind: str, path: Path) -> Runner:
     if backend == "mlx":
         return tiny_runner(path, family)
     try:
-        return real_runner(kind)
+        name, _, kv_precision = kind.partition(", ")
+        return real_runner(name, kv_precision=kv_precision or "auto")
     except (BackendError, ModelNotFoundError) as error:
         pytest.skip(f"{kind} cannot be tested here: {error}")

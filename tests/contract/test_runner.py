@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -249,6 +250,29 @@ def test_wants_are_answered_in_plan_order(bench: Bench) -> None:
     assert bench.same(rows[1], expected[3])
     for i in (1, 4):
         assert output.argmax[items[i].seq_id] == (int(expected[i].argmax()),)
+
+
+def test_the_best_few_are_those_of_the_logits(bench: Bench) -> None:
+    most = bench.runner.spec.max_top
+    if most == 0:
+        pytest.skip("this runner gives all logits or the arg-max")
+    prompts, counts = [bench.tokens(n) for n in (3, 40, 7)], [1, most, 5]
+    items = [bench.item(p, 0, bench.table(len(p)), Want.TOP) for p in prompts]
+    items = [replace(item, top=count) for item, count in zip(items, counts, strict=True)]
+    other = bench.item(prompts[0], 0, bench.table(3))
+    output = bench.runner.execute(StepPlan(1, (*items, other)))
+    assert output.logits is not None
+    assert len(output.logits) == 1
+    assert output.argmax == {}
+    for item, prompt, count in zip(items, prompts, counts, strict=True):
+        row = bench.whole(prompt)
+        expected = np.sort(np.argsort(-row, kind="stable")[:count])
+        ids, logits = output.top[item.seq_id]
+        assert ids.dtype == np.int64
+        assert logits.dtype == np.float32
+        if bench.runner.spec.exact:
+            assert np.array_equal(ids, expected)
+            assert logits.tobytes() == row[expected].tobytes()
 
 
 def test_logits_may_be_written_to(bench: Bench) -> None:

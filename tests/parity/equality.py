@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Watched:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.spec: ModelSpec = runner.spec
+        self.spec: ModelSpec = replace(runner.spec, max_top=0)
         self.peak_bytes: int | None = None
         self.tokens: dict[SeqId, list[int]] = {}
         self.rows: list[tuple[int, ...]] = []  # the tokens before each row seen
@@ -210,8 +210,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runner", default="openvino")
     parser.add_argument("--kv-memory", default="64MiB")
+    parser.add_argument("--kv-precision", default="auto")
     options = parser.parse_args()
-    runner = real_runner(options.runner, kv_memory=options.kv_memory)
+    runner = real_runner(options.runner, kv_memory=options.kv_memory, kv_precision=options.kv_precision)
     outcome = run(runner, schedules=options.schedules, requests=options.requests, seed=options.seed, say=True)
     runner.close()
     print(outcome)

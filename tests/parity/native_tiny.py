@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from numpy.typing import NDArray
 
 from shoal.models.files import local_files
-from shoal.runners.native.runner import NativeRunner, load_core
+from shoal.runners.native.runner import KvPrecision, NativeRunner, load_core
 
 EMBD, FF, HEADS, KV_HEADS, DIM, VOCAB = 256, 256, 4, 2, 64, 130
 
@@ -96,11 +96,13 @@ def write_blocks(path: Path, kind: str, *, layers: int = 2, bad_token: int | Non
     return path
 
 
-def open_tiny(path: Path, *, isa: str = "auto", threads: int = 2) -> NativeRunner:
+def open_tiny(path: Path, *, isa: str = "auto", threads: int = 2, kv: KvPrecision = "auto") -> NativeRunner:
     """A runner of some hundred blocks over the file, its packed form beside it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_ISA", isa)
-        return NativeRunner.load(local_files("tiny", path), kv_bytes=4 << 20, cache_dir=path.parent, threads=threads)
+        return NativeRunner.load(
+            local_files("tiny", path), kv_bytes=4 << 20, cache_dir=path.parent, threads=threads, kv_precision=kv
+        )
 
 
 def isas() -> list[str]:

@@ -1,4 +1,4 @@
-"""The native runner on the default model: the contract of all runners, fidelity, and the same bits in any batch."""
+"""The native runner on the default model: fidelity, and the same bits in any batch, with KV in 16 and in 8 bits."""
 
 from __future__ import annotations
 
@@ -8,46 +8,40 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from shoal.models import ModelFiles
 from shoal.models.gguf import read_gguf
 from shoal.plan import ScheduledSequence, StepPlan, Want
-from shoal.runners.base import Runner
-from shoal.runners.native.runner import NativeRunner
-from tests.contract.test_runner import *  # noqa: F403 - the contract's tests, on the runner below
+from shoal.runners.native.runner import KvPrecision, NativeRunner
 from tests.parity.native_tiny import isas
 from tests.parity.reference import logits, mean_kl
 from tests.parity.schedules import Job, run_alone, run_together
 
 ISAS = isas()
+KV: tuple[KvPrecision, ...] = ("bf16", "u8")
 DECODED = 4
-Load = Callable[[str, int], NativeRunner]
+Load = Callable[..., NativeRunner]
 
 
 @pytest.fixture(scope="module")
 def load(model_files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """Runners by instruction set and threads; the file is packed once."""
+    """Runners by instruction set, threads and precision of KV; the file is packed once."""
     cache: Path = tmp_path_factory.mktemp("packed")
-    made: dict[tuple[str, int], NativeRunner] = {}
+    made: dict[tuple[str, int, KvPrecision], NativeRunner] = {}
 
-    def one(isa: str, threads: int) -> NativeRunner:
-        if (isa, threads) not in made:
+    def one(isa: str, threads: int, kv: KvPrecision = "bf16") -> NativeRunner:
+        if (isa, threads, kv) not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("SHOAL_ISA", isa)
-                made[isa, threads] = NativeRunner.load(
-                    model_files, kv_bytes=256 << 20, cache_dir=cache, threads=threads
+                made[isa, threads, kv] = NativeRunner.load(
+                    model_files, kv_bytes=256 << 20, cache_dir=cache, threads=threads, kv_precision=kv
                 )
-        return made[isa, threads]
+        return made[isa, threads, kv]
 
     yield one
     for runner in made.values():
         runner.close()
-
-
-@pytest.fixture(scope="module")
-def runner(load: Load) -> Runner:
-    """The runner that the contract's tests use."""
-    return load("auto", 2)
 
 
 def test_the_best_instruction_set_is_taken(load: Load) -> None:
@@ -55,9 +49,16 @@ def test_the_best_instruction_set_is_taken(load: Load) -> None:
     assert load("plain", 2).isa == "plain"
 
 
-def test_it_says_nearly_what_the_file_says(load: Load, model_files: ModelFiles, text_tokens: list[int]) -> None:
-    exact = logits(read_gguf(model_files.path), text_tokens)
-    runner = load("auto", 2)
+@pytest.fixture(scope="module")
+def exact(model_files: ModelFiles, text_tokens: list[int]) -> NDArray[np.float32]:
+    return logits(read_gguf(model_files.path), text_tokens)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_it_says_nearly_what_the_file_says(
+    load: Load, exact: NDArray[np.float32], text_tokens: list[int], kv: KvPrecision
+) -> None:
+    runner = load("auto", 2, kv)
     table = tuple(range(len(text_tokens) // 32 + 1))
     rows = np.empty_like(exact)
     for at, token in enumerate(text_tokens):
@@ -65,13 +66,14 @@ def test_it_says_nearly_what_the_file_says(load: Load, model_files: ModelFiles, 
         assert output.logits is not None
         rows[at] = output.logits[0]
     divergence, agreement = mean_kl(exact, rows), np.mean(exact.argmax(-1) == rows.argmax(-1))
-    print(f"{runner.isa}: mean KL {divergence:.5f}, top-1 agreement {agreement:.4f}")
+    print(f"{runner.isa}, KV in {kv}: mean KL {divergence:.5f}, top-1 agreement {agreement:.4f}")
     assert divergence <= 0.004
     assert agreement >= 0.95
 
 
-@pytest.mark.parametrize(("isa", "seed"), [(isa, s) for isa in ISAS for s in range(4 if isa == ISAS[0] else 1)])
-def test_random_schedules_change_no_bit(load: Load, isa: str, seed: int) -> None:
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize(("isa", "seed"), [(isa, s) for isa in ISAS for s in range(3 if isa == ISAS[0] else 1)])
+def test_random_schedules_change_no_bit(load: Load, isa: str, seed: int, kv: KvPrecision) -> None:
     """Alone on one thread, together on three: neither the company nor the chunks nor the threads may show."""
     rng = random.Random(seed)
     most = 24 if isa == "plain" else 900 if seed == 0 and isa == ISAS[0] else 200
@@ -83,17 +85,18 @@ def test_random_schedules_change_no_bit(load: Load, isa: str, seed: int) -> None
     lengths = [rng.choice([1, 2, rng.randint(3, 24), rng.randint(1, most)]) for _ in range(count)]
     alone = [Job(tokens(n), tokens(DECODED)) for n in lengths]
     together = [Job(job.prompt, job.decoded) for job in alone]
-    run_alone(load(isa, 1), alone)
-    run_together(load(isa, 3), together, rng)
+    run_alone(load(isa, 1, kv), alone)
+    run_together(load(isa, 3, kv), together, rng)
     for a, b in zip(alone, together, strict=True):
         assert len(a.rows) == len(b.rows) == DECODED + 1
         for at, (row, other) in enumerate(zip(a.rows, b.rows, strict=True)):
             assert np.array_equal(row, other), f"row {at} of a prompt of {len(a.prompt)} differs"
 
 
-def test_shared_trunks_change_no_bit(load: Load, text_tokens: list[int]) -> None:
+@pytest.mark.parametrize("kv", KV)
+def test_shared_trunks_change_no_bit(load: Load, text_tokens: list[int], kv: KvPrecision) -> None:
     """Twenty rows over one trunk of 200 tokens, some parting early, against each of them alone in blocks of its own."""
-    runner, rng = load("auto", 2), random.Random(3)
+    runner, rng = load("auto", 2, kv), random.Random(3)
     trunk = text_tokens[:224]
     table = tuple(range(7))
     runner.execute(StepPlan(0, (ScheduledSequence(1, tuple(trunk), 0, table, Want.NOTHING),)))
@@ -134,13 +137,14 @@ def test_chained_steps_are_the_single_ones(load: Load, text_tokens: list[int]) -
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("isa", ISAS[1:])
-def test_instruction_sets_agree(load: Load, text_tokens: list[int], isa: str) -> None:
+def test_instruction_sets_agree(load: Load, text_tokens: list[int], isa: str, kv: KvPrecision) -> None:
     """Not to the bit, sums run in other orders, but to what rounding explains."""
     plan = StepPlan(0, (ScheduledSequence(1, tuple(text_tokens[:48]), 0, (0, 1), Want.LOGITS),))
     rows = []
     for name in ("plain", isa):
-        output = load(name, 2).execute(plan)
+        output = load(name, 2, kv).execute(plan)
         assert output.logits is not None
         rows.append(output.logits.copy())
     assert mean_kl(rows[0], rows[1]) < 2e-3

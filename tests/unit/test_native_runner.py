@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.config import EngineConfig
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, StoreError, UnsupportedModelError
+from shoal.loading import choose_runner
 from shoal.models.files import local_files
 from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
 from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.native import describe, pack, runner
-from shoal.runners.native.runner import NativeRunner, packed_path
+from shoal.runners.native.runner import KvPrecision, NativeRunner, packed_path
 from tests.parity.native_tiny import isas, open_tiny, random_blocks, write_blocks
 from tests.parity.tiny import write_tiny
 
@@ -161,6 +166,8 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
     config = {k: v for k, v in facts.items() if k not in ("name", "architecture")} | {
         "blocks": 4,
         "threads": 1,
+        "kv_bits": 16,
+        "pin": False,
         "isa": "auto",
     }
     core.Core(config, str(path), entries)
@@ -173,6 +180,7 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
         (config | {"embd": 128}, entries, "not"),
         (config | {"heads": 3}, entries, "fit"),
         (config | {"layers": -1}, entries, "range"),
+        (config | {"kv_bits": 4}, entries, "fit"),
         (config | {"isa": "abacus"}, entries, "abacus"),
     ):
         with pytest.raises(core.FormatError, match=reason):
@@ -224,6 +232,8 @@ def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pyt
         ([item([1], 0, (1,), Want.ARGMAX)], {"chain": 0}, "chain"),
         ([item([1], 0, (1,), Want.ARGMAX)], {"chain": 65}, "chain"),
         ([item([1], 31, (1,), Want.ARGMAX)], {"chain": 2}, "block table ends"),
+        ([item([1], 0, (1,), Want.TOP)], {}, "the best 0 tokens"),
+        ([replace(item([1], 0, (1,), Want.TOP), top=131)], {}, "the best 131 tokens"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(
@@ -244,6 +254,20 @@ def test_a_refused_plan_copies_nothing(tiny: NativeRunner) -> None:
     assert np.array_equal(run(tiny, item([6], 3, (1,)), copies=((0, 1),)), run(tiny, item([6], 3, (0,))))
 
 
+def test_kv_in_8_bits_takes_about_half_and_is_copied_whole(blocks: Path, tiny: NativeRunner) -> None:
+    """A scale for every token, head and of K and V is part of the block."""
+    made = open_tiny(blocks, kv="u8")
+    assert tiny.spec.kv_bytes_per_token == 2 * 2 * 64 * 2 * 2  # layers, heads, dimensions, K and V, bytes
+    assert made.spec.kv_bytes_per_token == 2 * 2 * (64 + 4) * 2
+    assert made.spec.num_blocks > 1.8 * tiny.spec.num_blocks
+    run(made, item([3, 4, 5], 0, (0,)), item(list(range(10, 40)), 0, (1,), seq_id=2))
+    expected = run(made, item([6], 3, (0,)))
+    assert np.array_equal(run(made, item([6], 3, (1,)), copies=((0, 1),)), expected)
+    close = run(tiny, item([3, 4, 5, 6], 0, (0,)))
+    assert not np.array_equal(close, expected)
+    np.testing.assert_allclose(close, expected, atol=0.05 * np.abs(close).max())
+
+
 def test_an_empty_plan_and_copies_alone_are_fine(tiny: NativeRunner) -> None:
     assert tiny.execute(StepPlan(0, ())).argmax == {}
     run(tiny, item([3], 0, (0,)))
@@ -260,16 +284,18 @@ def test_a_closed_runner_says_so(blocks: Path) -> None:
         made.execute(StepPlan(0, ()))
 
 
+@pytest.mark.parametrize("kv", ["bf16", "u8"])
 @pytest.mark.parametrize("isa", ISAS)
-def test_what_is_not_finite_stays_in_its_sequence(blocks: Path, isa: str) -> None:
+def test_what_is_not_finite_stays_in_its_sequence(blocks: Path, isa: str, kv: KvPrecision) -> None:
     """Token 7 has an infinite embedding. Its batch mates, and those who use its blocks later, see nothing of it."""
-    made = open_tiny(blocks, isa=isa)
+    made = open_tiny(blocks, isa=isa, kv=kv)
     good = item([1, 2, 3], 0, (4,), seq_id=1)
     expected = run(made, good)
-    output = made.execute(
-        StepPlan(0, (good, item([1, 7, 3], 0, (5,), Want.ARGMAX, seq_id=2), item([9], 0, (6,), Want.ARGMAX, seq_id=3)))
-    )
+    bad = item([1, 7, 3], 0, (5,), Want.ARGMAX, seq_id=2)
+    few = replace(item([1, 7, 3], 0, (12,), Want.TOP, seq_id=4), top=5)
+    output = made.execute(StepPlan(0, (good, bad, item([9], 0, (6,), Want.ARGMAX, seq_id=3), few)))
     assert output.argmax[2] == (-1,)
+    assert [len(part) for part in output.top[4]] == [0, 0]
     assert output.argmax[3][0] >= 0
     assert output.logits is not None
     assert np.array_equal(output.logits[0], expected[0])
@@ -307,3 +333,39 @@ def test_two_runners_in_one_process_do_not_meet(blocks: Path) -> None:
     first.close()
     assert np.array_equal(run(second, item([3], 2, (3,))), b)
     second.close()
+
+
+# -- settings and threads --------------------------------------------------------------------------------------------
+
+
+def test_kv_precision_is_honoured_or_refused() -> None:
+    assert choose_runner(EngineConfig(kv_precision="u8"))[0] == "native"
+    with pytest.raises(ConfigError, match=r"kv_precision is 'u8', and the runner is openvino \(asked for\)"):
+        choose_runner(EngineConfig(kv_precision="u8", runner="openvino"))
+    with pytest.raises(ConfigError, match="kv_precision is 'u4'"):
+        EngineConfig.of(kv_precision="u4")
+
+
+def single_cpu_threads() -> int:
+    return sum(len(os.sched_getaffinity(int(task.name))) == 1 for task in Path("/proc/self/task").iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two CPUs")
+def test_threads_are_pinned_only_when_asked(blocks: Path) -> None:
+    files, before = local_files("tiny", blocks), single_cpu_threads()
+    free = NativeRunner.load(files, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=3)
+    run(free, item([1, 2], 0, (0,)))
+    assert single_cpu_threads() == before
+    pinned = NativeRunner.load(files, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=3, pin_threads=True)
+    assert np.array_equal(run(pinned, item([1, 2], 0, (0,))), run(free, item([1, 2], 0, (0,))))
+    assert single_cpu_threads() == before + 2  # the caller's thread stays as it was
+    pinned.close()
+    free.close()
+
+
+def test_idle_threads_take_no_cpu(tiny: NativeRunner) -> None:
+    run(tiny, item([1, 2, 3], 0, (0,)))
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.02

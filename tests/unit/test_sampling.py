@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from shoal.config import EngineConfig
 from shoal.errors import InvalidRequestError
-from shoal.sampling import INVALID_TOKEN, SamplerState, sample, uniform
-from shoal.types import SamplingParams
+from shoal.intake import Intake
+from shoal.loop import StepLoop
+from shoal.plan import Want
+from shoal.runners.fake import FakeRunner
+from shoal.sampling import INVALID_TOKEN, SamplerState, sample, sample_top, uniform
+from shoal.types import Event, Request, SamplingParams
 
 Floats = NDArray[np.float32]
 
@@ -297,3 +302,56 @@ def test_two_threads_do_not_share_anything() -> None:
     for thread in threads:
         thread.join()
     assert list(found.values()) == [expected] * 3
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0, 60.0])
+def test_the_largest_few_choose_as_the_whole_row_does(spread: float) -> None:
+    """Rounded to quarters, so that many logits are equal at the edge of the few."""
+    rng = np.random.default_rng(3)
+    for seed in range(60):
+        row = (np.round(rng.standard_normal(1000) * spread * 4) / 4).astype(np.float32)
+        params = SamplingParams(
+            temperature=float(rng.choice([1e-3, 0.7, 1.0, 3.0])),
+            top_k=int(rng.choice([1, 2, 40, 128])),
+            top_p=float(rng.choice([0.3, 0.9, 1.0])),
+            min_p=float(rng.choice([0.0, 0.1])),
+        )
+        assert params.top == params.top_k
+        state = SamplerState(params, seed, len(row))
+        tokens, _ = sample(row[None], [state])
+        best = np.sort(np.argsort(-row, kind="stable")[: params.top_k])
+        assert sample_top(best, row[best], state) == tokens[0]
+    assert sample_top(best[:0], row[:0], state) == INVALID_TOKEN
+
+
+def test_only_what_needs_no_other_logits_asks_for_a_few() -> None:
+    assert SamplingParams(temperature=1.0, top_k=9, top_p=0.5, min_p=0.1).top == 9
+    for other in ({"logprobs": 2}, {"min_tokens": 3}, {"frequency_penalty": 0.5}, {"logit_bias": {3: 1.0}}):
+        assert SamplingParams(temperature=1.0, top_k=9, **other).top == 0
+    assert SamplingParams(temperature=0.0, top_k=9).top == 0
+    assert SamplingParams(temperature=1.0).top == 0
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_requests_get_the_same_tokens_from_a_few_logits_as_from_all(poisoned: bool) -> None:
+    outcomes = []
+    for max_top in (0, 64):
+        runner = FakeRunner(max_top=max_top, keep_plans=True)
+        loop = StepLoop(runner, Intake(runner.spec, None, 0), EngineConfig())
+        ends: list[Event] = []
+        for seed, top_k in enumerate((1, 7, 64, 65, 500)):
+            sampling = SamplingParams(
+                max_tokens=20, temperature=0.8, top_k=top_k, top_p=0.9, seed=seed, ignore_eos=True
+            )
+            loop.add(f"r{seed}", loop.intake.admit(Request(prompt_tokens=[5, 6, 7], sampling=sampling)), ends.append)
+        if poisoned:
+            runner.nan_for.add(2)
+        while not loop.idle:
+            loop.step()
+        assert runner.plans is not None
+        asked = {item.top for plan in runner.plans for item in plan.sequences if item.want is Want.TOP}
+        assert asked == ({1, 7, 64} if max_top else set())
+        results = {event.request_id: event.result for event in ends if event.result is not None}
+        outcomes.append({name: (result.tokens, result.finish_reason) for name, result in sorted(results.items())})
+    assert outcomes[0] == outcomes[1]
+    assert (outcomes[0]["r1"][1] == "error") == poisoned

@@ -108,7 +108,8 @@ def _precision(runner: str | None) -> dict[str, Any]:
     if runner is None:
         return {"name": None, "why": "there is no runner"}
     if runner == "native":
-        return {"name": "int8", "why": "weights as the file has them, activations in 8 bits per group of 32"}
+        why = "weights as the file has them, activations in 8 bits per group of 32"
+        return {"name": "int8", "why": f"{why}; KV in bf16 (kv_precision='u8' halves it)", "kv": ["bf16", "u8"]}
     if runner == "mlx":
         from shoal.loading import import_mlx
 
@@ -119,7 +120,12 @@ def _precision(runner: str | None) -> dict[str, Any]:
 
     core = open_core()
     name, why = best_precision(core)
-    return {"name": name, "why": why, "capabilities": list(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))}
+    return {
+        "name": name,
+        "why": f"{why}; KV alike",
+        "kv": [name],
+        "capabilities": list(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")),
+    }
 
 
 def _store() -> dict[str, Any]:

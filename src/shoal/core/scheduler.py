@@ -210,14 +210,19 @@ class Scheduler:
     def _feed(self, seq: Sequence, count: int) -> ScheduledSequence:
         start = seq.computed
         last = start + count == len(seq.tokens) and not seq.prefill_only
-        want = (Want.ARGMAX if seq.greedy else Want.LOGITS) if last else Want.NOTHING
+        want = self._want(seq) if last else Want.NOTHING
         end = start + count
         generated = max(0, min(end - seq.prompt_len, count))
         load, seq.load = seq.load, None
         save = self.kv.reserve(seq, end) if seq.marks else None
-        return ScheduledSequence(
-            seq.seq_id, tuple(seq.tokens[start:end]), start, seq.table, want, generated, load, save
-        )
+        top = seq.top if want is Want.TOP else 0
+        fed = tuple(seq.tokens[start:end])
+        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top)
+
+    def _want(self, seq: Sequence) -> Want:
+        if seq.greedy:
+            return Want.ARGMAX
+        return Want.TOP if 0 < seq.top <= min(self.spec.max_top, self.spec.vocab_size - 1) else Want.LOGITS
 
     def _continue_prefills(
         self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int, joining: bool

@@ -40,7 +40,8 @@ class Sequence:
         "_table", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "checker", "computed",
         "computed_tokens", "copy_source", "deadline", "greedy", "group", "hashes", "indexed", "load", "marks",
         "max_tokens", "miss", "namespace", "order", "path", "preemptions", "prefill_only", "prompt_len", "rank",
-        "saving", "seq_id", "shared_blocks", "shared_with", "status", "timeout", "tokens", "waits_for", "waits_until",
+        "saving", "seq_id", "shared_blocks", "shared_with", "status", "timeout", "tokens", "top", "waits_for",
+        "waits_until",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +53,7 @@ class Sequence:
         max_tokens: int,
         checker: StopChecker,
         greedy: bool,
+        top: int = 0,
         arrival: float = 0.0,
         rank: int = 1,
         group: str = "",
@@ -67,6 +69,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.checker = checker
         self.greedy = greedy
+        self.top = top  # the largest logits that its choice looks at, 0: all
         self.arrival = arrival
         self.rank = rank
         self.group = group

@@ -44,6 +44,7 @@ class FakeRunner:
         block_size: int = 32,
         context_length: int = 4096,
         max_chain: int = 4,
+        max_top: int = 64,
         copies_blocks: bool = True,
         splits_decode: bool = False,
         checkpoints: int = 0,
@@ -63,6 +64,7 @@ class FakeRunner:
             kv_bytes_per_token=8,
             weight_bytes=0,
             max_chain=max_chain,
+            max_top=max_top,
             copies_blocks=copies_blocks,
             exact=True,
             splits_decode=splits_decode,
@@ -100,6 +102,7 @@ class FakeRunner:
                 self._state[item.seq_id] = self._checkpoints[item.load]
         argmax: dict[SeqId, tuple[int, ...]] = {}
         rows: list[NDArray[np.float32]] = []
+        top: dict[SeqId, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         for item in plan.sequences:
             logits = self._feed(item, item.tokens, item.start, item.generated)
             if item.save is not None:
@@ -108,7 +111,10 @@ class FakeRunner:
                 rows.append(logits)
             elif item.want is Want.ARGMAX:
                 argmax[item.seq_id] = self._chain(item, logits, plan.chain)
-        return StepOutput(argmax, np.stack(rows) if rows else None)
+            elif item.want is Want.TOP:
+                best = np.sort(np.argsort(-logits, kind="stable")[: item.top if np.isfinite(logits[0]) else 0])
+                top[item.seq_id] = best, logits[best]
+        return StepOutput(argmax, np.stack(rows) if rows else None, top)
 
     def _chain(self, item: ScheduledSequence, logits: NDArray[np.float32], chain: int) -> tuple[int, ...]:
         if chain > 1 and len(item.tokens) != 1:

@@ -9,10 +9,10 @@ import numpy as np
 
 from shoal.errors import ModelFormatError
 from shoal.models.gguf import GgufModel, GgufTensor
-from shoal.runners.native.pack import FORMS
+from shoal.runners.native.pack import FORMS, Order
 
 ARCHITECTURES = {"llama": False, "qwen2": True, "qwen3": True}
-"""Architecture to whether rotary pairs are (i, i + D/2); llama files store Q and K for pairs (2i, 2i + 1)."""
+"""Architecture to whether rotary pairs are (i, i + D/2), as the kernels rotate them; llama files have (2i, 2i + 1)."""
 
 _LAYER = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -70,6 +70,24 @@ def tensors_of(model: GgufModel) -> list[GgufTensor]:
             raise ModelFormatError(f"{model.path}: tensor {name} has a wrong shape", value=tensor.shape, limit=shape)
         found.append(tensor)
     return found
+
+
+def orders_of(model: GgufModel) -> dict[str, Order]:
+    """For Q and K with rotary pairs (2i, 2i + 1), the order of rows that makes them (i, i + D/2), by tensor name.
+
+    Scores are sums over a head's dimensions: moving those of Q and K alike changes none.
+    """
+    if ARCHITECTURES[model.architecture]:
+        return {}
+    head = np.arange(model.head_dim)
+    head[: model.rope_dim] = head[: model.rope_dim].reshape(-1, 2).T.reshape(-1)
+    parts = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads, "attn_q_norm": 1, "attn_k_norm": 1}
+    return {
+        f"blk.{i}.{part}.{kind}": (np.arange(heads)[:, None] * model.head_dim + head).reshape(-1)
+        for i in range(model.n_layers)
+        for part, heads in parts.items()
+        for kind in ("weight", "bias")
+    }
 
 
 def _optional(model: GgufModel, name: str) -> bool:
@@ -131,7 +149,6 @@ def facts_of(model: GgufModel) -> dict[str, Any]:
         "vocab": model.vocab_size,
         "rope_dim": model.rope_dim,
         "context": model.context_length,
-        "neox": ARCHITECTURES[model.architecture],
         "eps": model.rms_eps,
         "frequencies": frequencies(model),
     }

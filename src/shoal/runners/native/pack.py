@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
 from shoal.models.gguf import GgufTensor
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 STRIP, ALIGN = 32, 64
 _MAGIC = b"shoalpk1"
 _FOUR = np.uint8(4)  # shifts by a Python int widen the type
@@ -30,6 +30,7 @@ _SLAB_WEIGHTS = 1 << 21  # packed at a time: what it needs beside the file is so
 
 Codes: TypeAlias = NDArray[np.uint8]
 Scales: TypeAlias = NDArray[np.float16] | NDArray[np.float32]
+Order: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +175,13 @@ def _by_strip(values: NDArray[Any], groups: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(turned).view(np.uint8).reshape(strips, groups, -1)
 
 
-def packed_slabs(tensor: GgufTensor) -> Iterator[NDArray[np.uint8]]:
-    """The packed bytes of a weight [n, k], a slab of strips at a time."""
+def packed_slabs(tensor: GgufTensor, order: Order | None = None) -> Iterator[NDArray[np.uint8]]:
+    """The packed bytes of a weight [n, k], a slab of strips at a time; its rows in `order` where given."""
     form, (n, k) = FORMS[tensor.type], tensor.shape
     raw = tensor.data.reshape(n, k // form.block, form.block_bytes)
     step = max(_SLAB_WEIGHTS // k // STRIP, 1) * STRIP
     for first in range(0, n, step):
-        rows = raw[first : first + step]
+        rows = raw[first : first + step] if order is None else raw[order[first : first + step]]
         if form.take is None:
             yield _by_strip(_pad(np.ascontiguousarray(rows).view(np.uint16).reshape(len(rows), k)), 1)
             continue
@@ -194,7 +195,6 @@ def packed_slabs(tensor: GgufTensor) -> Iterator[NDArray[np.uint8]]:
 FACTS: dict[str, type] = {
     **dict.fromkeys(("name", "architecture"), str),
     **dict.fromkeys(("layers", "embd", "heads", "kv_heads", "dim", "ff", "vocab", "rope_dim", "context"), int),
-    "neox": bool,
     "eps": float,
     "frequencies": list,
 }
@@ -236,8 +236,11 @@ def entry_of(tensor: GgufTensor, offset: int) -> tuple[Entry, int]:
     ), size
 
 
-def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor]) -> None:
-    """Pack tensors into the file at `path`, whole or not at all. `StoreError` when the disk will not have it."""
+def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor], orders: dict[str, Order]) -> None:
+    """Pack tensors into the file at `path`, whole or not at all; `orders` has the rows' order of those that change it.
+
+    `StoreError` when the disk will not have it.
+    """
     entries, offset = [], 0
     for tensor in tensors:
         entry, size = entry_of(tensor, offset)
@@ -254,7 +257,7 @@ def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor]) -
                 file.write(_MAGIC + struct.pack("<Q", start) + text.ljust(start - 16))
                 for tensor, entry in zip(tensors, entries, strict=True):
                     file.seek(start + entry.offset)
-                    _write_tensor(file, tensor, entry)
+                    _write_tensor(file, tensor, entry, orders.get(tensor.name))
                 file.truncate(start + offset)
             Path(name).replace(path)
         finally:
@@ -266,12 +269,12 @@ def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor]) -
         ) from error
 
 
-def _write_tensor(file: BinaryIO, tensor: GgufTensor, entry: Entry) -> None:
+def _write_tensor(file: BinaryIO, tensor: GgufTensor, entry: Entry, order: Order | None) -> None:
     if entry.codes == 0:
-        values = tensor.dequantize()
+        values = tensor.dequantize() if order is None else tensor.dequantize()[order]
         file.write(np.pad(values, (0, entry.n - len(values))).astype("<f4").tobytes())
         return
-    for slab in packed_slabs(tensor):
+    for slab in packed_slabs(tensor, order):
         file.write(slab.data)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,12 @@ from shoal.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
 
+KvPrecision: TypeAlias = Literal["auto", "bf16", "u8"]
+
 BLOCK_SIZE = 32
 MAX_CHAIN = 16
-_WANTS = {Want.NOTHING: 0, Want.ARGMAX: 1, Want.LOGITS: 2}
+MAX_TOP = 128  # a longer list is kept in order by the kernels more slowly than numpy finds it
+_WANTS = {Want.NOTHING: 0, Want.ARGMAX: 1, Want.LOGITS: 2, Want.TOP: 3}
 _ROWS = 64  # rows of logits that the estimate of a step's memory counts
 
 
@@ -68,14 +72,18 @@ class NativeRunner:
         cache_dir: Path,
         memory_bytes: int | None = None,
         threads: int | None = None,
+        pin_threads: bool = False,
+        kv_precision: KvPrecision = "auto",
         max_step_tokens: int = 1024,
     ) -> NativeRunner:
         """Load a GGUF for this machine's CPU.
 
         Its weights are repacked once and kept in `cache_dir`. `kv_bytes` is the most that KV may take,
         `memory_bytes` what weights, KV and the transient of a step may take together; pages of KV are taken when first
-        written. `threads` None is one per CPU this process may use. The environment variable
-        SHOAL_ISA forces an instruction set. Raises `ModelError`s for what is wrong with the files, `BackendError` when
+        written. `threads` None is one per CPU this process may use; with `pin_threads` each but the caller's
+        stays on a CPU of its own, counted from the first one allowed (Linux only). `kv_precision` "u8" keeps K and V in
+        8 bits with a scale per token and head; "auto" is bf16. The environment variable SHOAL_ISA forces an instruction
+        set. Raises `ModelError`s for what is wrong with the files, `BackendError` when
         the extension is missing or memory does not suffice, `ConfigError` for a budget below one block.
         """
         core = load_core()
@@ -85,45 +93,20 @@ class NativeRunner:
         except ModelFormatError:
             write_packed(files, path)
             facts, entries = pack.read_header(path)
-        name, architecture = facts.pop("name"), facts.pop("architecture")
-        block_bytes = core.block_bytes(facts["layers"], facts["kv_heads"], facts["dim"])
-        weight_bytes = path.stat().st_size
-        step_bytes = max_step_tokens * _row_bytes(facts) + _ROWS * facts["vocab"] * 4
-        blocks = min(kv_budget(kv_bytes, memory_bytes, weight_bytes + step_bytes) // block_bytes, 2**31 - 1)
-        if blocks < 1:
-            raise ConfigError(
-                f"kv_memory is {kv_bytes:,} bytes",
-                value=kv_bytes,
-                limit=block_bytes,
-                hint=f"one block of KV takes {block_bytes:,} bytes: raise it to at least that",
-            )
-        isa = os.environ.get("SHOAL_ISA", "auto")
-        config = {**facts, "blocks": blocks, "threads": threads or core.cpus(), "isa": isa}
+        spec = _spec(core, facts, path, kv_bytes, memory_bytes, kv_precision, max_step_tokens)
+        config = {name: value for name, value in facts.items() if name not in ("name", "architecture")}
+        config |= {"blocks": spec.num_blocks, "kv_bits": _kv_bits(kv_precision), "threads": threads or core.cpus()}
+        config["pin"] = pin_threads
+        config["isa"] = isa = os.environ.get("SHOAL_ISA", "auto")
         try:
-            made = core.Core(config, str(path), entries)
+            return cls(core.Core(config, str(path), entries), spec)
         except core.FormatError as error:
             raise ModelFormatError(f"{path}: {error}", value=isa, hint="check SHOAL_ISA, or delete the file") from error
         except (MemoryError, RuntimeError) as error:
             hint = "lower kv_memory or threads, or free some memory"
             raise BackendError(
-                f"not enough memory or threads for {name} ({error})", value=kv_bytes, hint=hint
+                f"not enough memory or threads for {spec.name} ({error})", value=kv_bytes, hint=hint
             ) from error
-        spec = ModelSpec(
-            name=name,
-            architecture=architecture,
-            runner="native",
-            precision="int8",
-            vocab_size=facts["vocab"],
-            context_length=facts["context"],
-            block_size=BLOCK_SIZE,
-            num_blocks=blocks,
-            kv_bytes_per_token=block_bytes // BLOCK_SIZE,
-            weight_bytes=weight_bytes,
-            step_bytes=step_bytes,
-            max_chain=MAX_CHAIN,
-            exact=True,
-        )
-        return cls(made, spec)
 
     @property
     def spec(self) -> ModelSpec:
@@ -157,15 +140,18 @@ class NativeRunner:
         rows = sum(s.want is Want.LOGITS for s in plan.sequences)
         if rows > len(self._logits):
             self._logits = np.empty((rows, self._spec.vocab_size), np.float32)
-        sequences = [(s.tokens, s.start, s.block_table, _WANTS[s.want]) for s in plan.sequences]
+        sequences = [(s.tokens, s.start, s.block_table, _WANTS[s.want], s.top) for s in plan.sequences]
         try:
-            tokens = core.step(sequences, plan.copies, plan.chain, self._logits)
+            tokens, tops = core.step(sequences, plan.copies, plan.chain, self._logits)
         except (ValueError, TypeError, RuntimeError) as error:
             raise RunnerError(f"step {plan.step}: {error}", value=plan.step) from error
         except MemoryError as error:
             raise RunnerError(f"step {plan.step}: out of memory", value=plan.num_tokens) from error
         argmax = {seq_id: tuple(row) for seq_id, row in zip(wanted, tokens, strict=True)}
-        return StepOutput(argmax, self._logits[:rows] if rows else None)
+        few = [s.seq_id for s in plan.sequences if s.want is Want.TOP]
+        return StepOutput(
+            argmax, self._logits[:rows] if rows else None, dict(zip(few, map(_by_token, tops), strict=True))
+        )
 
     def release(self, seq_ids: Sequence[SeqId]) -> None:
         """Nothing is kept per sequence."""
@@ -193,10 +179,58 @@ def write_packed(files: ModelFiles, path: Path) -> None:
         raise BackendError(
             f"the native runner does not take {files.name}: {reason}", value=reason, hint="use runner='openvino'"
         )
-    pack.write_packed(path, describe.facts_of(model), describe.tensors_of(model))
+    pack.write_packed(path, describe.facts_of(model), describe.tensors_of(model), describe.orders_of(model))
 
 
 def _row_bytes(facts: dict[str, Any]) -> int:
     """Memory of one row in a step: residual, queries, and the quantised inputs of the three products, twice."""
     width = facts["embd"] + facts["ff"] + facts["heads"] * facts["dim"]
     return int(2 * (facts["embd"] * 4 + width * 2) + facts["heads"] * facts["dim"] * 2)
+
+
+def _by_token(top: list[tuple[float, int]]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    top.sort(key=itemgetter(1))
+    return np.array([token for _, token in top], np.int64), np.array([logit for logit, _ in top], np.float32)
+
+
+def _kv_bits(precision: KvPrecision) -> int:
+    return 8 if precision == "u8" else 16
+
+
+def _spec(
+    core: Any,
+    facts: dict[str, Any],
+    path: Path,
+    kv_bytes: int,
+    memory_bytes: int | None,
+    kv_precision: KvPrecision,
+    max_step_tokens: int,
+) -> ModelSpec:
+    """Facts of a packed model, and how many blocks of KV fit the budget. `ConfigError` when none does."""
+    block_bytes = core.block_bytes(facts["layers"], facts["kv_heads"], facts["dim"], _kv_bits(kv_precision))
+    weight_bytes = path.stat().st_size
+    step_bytes = max_step_tokens * _row_bytes(facts) + _ROWS * facts["vocab"] * 4
+    blocks = min(kv_budget(kv_bytes, memory_bytes, weight_bytes + step_bytes) // block_bytes, 2**31 - 1)
+    if blocks < 1:
+        raise ConfigError(
+            f"kv_memory is {kv_bytes:,} bytes",
+            value=kv_bytes,
+            limit=block_bytes,
+            hint=f"one block of KV takes {block_bytes:,} bytes: raise it to at least that",
+        )
+    return ModelSpec(
+        name=facts["name"],
+        architecture=facts["architecture"],
+        runner="native",
+        precision="int8",
+        vocab_size=facts["vocab"],
+        context_length=facts["context"],
+        block_size=BLOCK_SIZE,
+        num_blocks=blocks,
+        kv_bytes_per_token=block_bytes // BLOCK_SIZE,
+        weight_bytes=weight_bytes,
+        step_bytes=step_bytes,
+        max_chain=MAX_CHAIN,
+        max_top=MAX_TOP,
+        exact=True,
+    )

@@ -50,6 +50,7 @@ class OpenVINORunner:
         cache_dir: Path,
         memory_bytes: int | None = None,
         threads: int | None = None,
+        pin_threads: bool = False,
         precision: Precision = "auto",
         max_step_tokens: int = 1024,
     ) -> OpenVINORunner:
@@ -57,9 +58,10 @@ class OpenVINORunner:
 
         A GGUF file is converted once and kept in `cache_dir`. `kv_bytes` is the most that KV may take, `memory_bytes`
         what weights, KV and the transient of a step may take together; pages of KV are taken when first written.
-        `threads` None leaves the number to OpenVINO. `precision` "auto" is bf16 where the CPU
-        multiplies that natively, else f32. Raises `ModelError`s for what is wrong with the files, `BackendError` when
-        OpenVINO is missing or cannot run the model, `ConfigError` for a budget below one block.
+        `threads` None leaves the number to OpenVINO, `pin_threads` False where they run.
+        `precision` "auto" is bf16 where the CPU multiplies that natively, else f32. Raises `ModelError`s for what is
+        wrong with the files, `BackendError` when OpenVINO is missing or cannot run the model, `ConfigError` for a
+        budget below one block.
         """
         core = open_core()
         if precision == "auto":
@@ -69,6 +71,8 @@ class OpenVINORunner:
         settings["PERFORMANCE_HINT"] = "LATENCY"
         if threads is not None:
             settings["INFERENCE_NUM_THREADS"] = str(threads)
+        if pin_threads:
+            settings["ENABLE_CPU_PINNING"] = "YES"
         try:
             runner = cls._compiled(core, source, settings, kv_bytes, memory_bytes, max_step_tokens)
         except (RuntimeError, RunnerError):

@@ -18,69 +18,127 @@
 namespace shoal { namespace {
 
 constexpr int kHeadsAtOnce = kMaxRows > 4 ? 4 : 1;
-inline I broadcast2(const uint16_t* p) { int32_t x; memcpy(&x, p, 4); return iset(x); }
+inline I broadcast_word(const void* p) { int32_t x; memcpy(&x, p, 4); return iset(x); }
 
-// Four cache lines; a block and head of dim d is d / 2 times that.
-inline void fetch(const uint16_t* p) {
-    for (int i = 0; i < 4; i++) __builtin_prefetch(p + i * 32, 0, 2);
+// Four cache lines; a block and head of dim d is d / 2 times that, or d / 4 and one more.
+inline void fetch(const uint8_t* p) {
+    for (int i = 0; i < 4; i++) __builtin_prefetch(p + i * 64, 0, 2);
 }
 
-// scores[h][16 * v ..] of kVectors x 16 tokens; vectors 0, 1 are of block k0 and 2, 3 of k1.
+inline const float* scales_at(const uint8_t* kv, int dim) { return reinterpret_cast<const float*>(kv + dim * kBlock * 2); }
+
+// scores[h][16 * v ..] of kVectors x 16 tokens; vectors 0, 1 are of block kv0 and 2, 3 of kv1.
 // On the way, all lines of the block at `ahead` are asked for.
 template <int kHeads, int kVectors>
-inline void scores(const uint16_t* k0, const uint16_t* k1, const uint16_t* q, int dim, float (*out)[kSpan], const uint16_t* ahead) {
+inline void scores(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* q, int dim, float (*out)[kSpan], const uint8_t* ahead) {
     F acc[kHeads][kVectors];
     for (int h = 0; h < kHeads; h++)
         for (int v = 0; v < kVectors; v++) acc[h][v] = set(0.f);
     for (int d = 0; d < dim; d += 2) {
-        if (ahead) fetch(ahead + d * 64);
-        I k[kVectors];
+        if (ahead) fetch(ahead + d * 128);
+        I pair[kHeads];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) k[v] = iload((v < 2 ? k0 : k1) + d * kBlock + (v % 2) * 32);
+        for (int h = 0; h < kHeads; h++) pair[h] = broadcast_word(q + (h * dim + d) * 2);
 #pragma GCC unroll 4
-        for (int h = 0; h < kHeads; h++) {
-            const I pair = broadcast2(q + h * dim + d);
+        for (int v = 0; v < kVectors; v++) {  // outside: each vector of K is loaded once
+            const I k = iload((v < 2 ? kv0 : kv1) + d * kBlock * 2 + (v % 2) * 64);
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) acc[h][v] = dotbf(acc[h][v], k[v], pair);
+            for (int h = 0; h < kHeads; h++) acc[h][v] = dotbf(acc[h][v], k, pair[h]);
         }
     }
     for (int h = 0; h < kHeads; h++)
         for (int v = 0; v < kVectors; v++) store(out[h] + 16 * v, acc[h][v]);
 }
 
+// The same of codes: an exact integer times both scales.
+template <int kHeads, int kVectors>
+inline void scores_of_codes(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* q, int dim, float (*out)[kSpan], const uint8_t* ahead) {
+    Scaled row[kHeads];
+    I acc[kHeads][kVectors];
+    for (int h = 0; h < kHeads; h++) {
+        memcpy(&row[h], q + h * dim * 2 + dim, sizeof(Scaled));
+        for (int v = 0; v < kVectors; v++) acc[h][v] = iset(row[h].sum128);
+    }
+    if (ahead) fetch(ahead + dim * 64);
+    for (int d = 0; d < dim; d += 4) {
+        if (ahead) fetch(ahead + d * 64);
+        I quad[kHeads];
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; h++) quad[h] = broadcast_word(q + h * dim * 2 + d);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            const I k = iload((v < 2 ? kv0 : kv1) + d * kBlock + (v % 2) * 64);
+#pragma GCC unroll 4
+            for (int h = 0; h < kHeads; h++) acc[h][v] = dot<true>(acc[h][v], k, quad[h]);
+        }
+    }
+    for (int v = 0; v < kVectors; v++) {
+        const F scale = load(scales_at(v < 2 ? kv0 : kv1, dim) + (v % 2) * 16);
+        for (int h = 0; h < kHeads; h++) store(out[h] + 16 * v, mul(to_float(acc[h][v]), mul(scale, set(row[h].scale))));
+    }
+}
+
 // acc[h][d ..] += weights x V for 16 * kVectors outputs from d; `n` tokens, of which an odd last one is masked.
 template <int kHeads, int kVectors>
-inline void values(const uint16_t* v0, const uint16_t* v1, const uint16_t (*p)[kSpan], int n, int dim, int d, float* out,
-                   const uint16_t* ahead) {
+inline void values(const uint8_t* v0, const uint8_t* v1, const uint16_t (*p)[kSpan], const float*, int n, int dim, int d, float* out,
+                   const uint8_t* ahead) {
     F acc[kHeads][kVectors];
     for (int h = 0; h < kHeads; h++)
         for (int v = 0; v < kVectors; v++) acc[h][v] = load(out + h * dim + d + 16 * v);
     const int pairs = n / 2;
+    const auto at = [&](int t) { return (t < 16 ? v0 + t * dim * 4 : v1 + (t - 16) * dim * 4) + d * 4; };
     for (int t = 0; t < pairs; t++) {
-        const uint16_t* at = (t < 16 ? v0 + t * dim * 2 : v1 + (t - 16) * dim * 2) + d * 2;
-        if (ahead) fetch(ahead + t * 128);
+        if (ahead) fetch(ahead + t * 256);
         I w[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) w[v] = iload(at + v * 32);
+        for (int v = 0; v < kVectors; v++) w[v] = iload(at(t) + v * 64);
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; h++) {
-            const I pair = broadcast2(p[h] + 2 * t);
+            const I pair = broadcast_word(p[h] + 2 * t);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; v++) acc[h][v] = dotbf(acc[h][v], w[v], pair);
         }
     }
     if (n % 2) {  // the slot behind the last token may hold anything, NaN included
-        const uint16_t* at = (pairs < 16 ? v0 + pairs * dim * 2 : v1 + (pairs - 16) * dim * 2) + d * 2;
         for (int h = 0; h < kHeads; h++)
             for (int v = 0; v < kVectors; v++)
-                acc[h][v] = dotbf(acc[h][v], iand(iload(at + v * 32), iset(0xffff)), iset(p[h][2 * pairs]));
+                acc[h][v] = dotbf(acc[h][v], iand(iload(at(pairs) + v * 64), iset(0xffff)), iset(p[h][2 * pairs]));
     }
     for (int h = 0; h < kHeads; h++)
         for (int v = 0; v < kVectors; v++) store(out + h * dim + d + 16 * v, acc[h][v]);
 }
 
-// Scores become weights 2^(score - max) in bf16; the row's sums and values are rescaled when the maximum rose.
-inline void soften(float* s, int n, float& max, float* sum, float* acc, int dim, uint16_t* p) {
+// The same of codes: the weights (times V's scales) are codes too, times by[h] / 255 of the span; those behind the last are 0.
+template <int kHeads, int kVectors>
+inline void values_of_codes(const uint8_t* v0, const uint8_t* v1, const uint16_t (*p)[kSpan], const float* by, int n, int dim, int d,
+                            float* out, const uint8_t* ahead) {
+    I acc[kHeads][kVectors];
+    for (int h = 0; h < kHeads; h++)
+        for (int v = 0; v < kVectors; v++) acc[h][v] = iset(0);
+    for (int t = 0; t < (n + 3) / 4; t++) {
+        const uint8_t* at = (t < 8 ? v0 + t * dim * 4 : v1 + (t - 8) * dim * 4) + d * 4;
+        if (ahead) fetch(ahead + t * 256);
+        I quad[kHeads];
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; h++) quad[h] = broadcast_word(p[h] + 2 * t);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            const I w = iload(at + v * 64);
+#pragma GCC unroll 4
+            for (int h = 0; h < kHeads; h++) acc[h][v] = dot<true>(acc[h][v], quad[h], w);
+        }
+    }
+    for (int h = 0; h < kHeads; h++)
+        for (int v = 0; v < kVectors; v++) {
+            float* to = out + h * dim + d + 16 * v;
+            store(to, fma(to_float(acc[h][v]), set(by[h]), load(to)));
+        }
+}
+
+// Scores become weights 2^(score - max) in bf16; the row's sums and values are rescaled when the maximum rose. Over codes
+// (`scales` are V's of both blocks) they become codes 0 to 255 of the weights times these scales, and the result is the unit.
+template <bool kEight>
+inline float soften(float* s, int n, float& max, float* sum, float* acc, int dim, uint16_t* p, const float* const* scales) {
     const int vectors = (n + 15) / 16;
     F top = set(max);
     for (int v = 0; v < vectors; v++) {
@@ -98,40 +156,58 @@ inline void soften(float* s, int n, float& max, float* sum, float* acc, int dim,
         for (int d = 0; d < dim; d += 16) store(acc + d, mul(load(acc + d), by));
         max = now;
     }
+    I most = iset(0);
     for (int v = 0; v < vectors; v++) {
         const F x = exp2_of(sub(load(s + 16 * v), set(now)));
         total = add(total, x);
-        store_bf16(p + 16 * v, x);
+        if (!kEight) {
+            store_bf16(p + 16 * v, x);
+            continue;
+        }
+        const F scaled = first_lanes(mul(x, load(scales[v / 2] + v % 2 * 16)), n - 16 * v, set(0.f));
+        store(s + 16 * v, scaled);
+        most = imax(most, iand(as_int(scaled), iset(0x7fffffff)));
     }
     store(sum, total);
+    if (!kEight) return 0;
+    const float largest = float_of(uint32_t(himax(most))), inverse = largest > 0 ? 255.f / largest : largest;
+    uint8_t* codes = reinterpret_cast<uint8_t*>(p);
+    for (int v = 0; v < vectors; v++) store_codes(codes + 16 * v, to_int(mul(load(s + 16 * v), set(inverse))));
+    return largest / 255.f;
 }
 
-template <int kHeads>
-inline void attend_row(const uint16_t* kv0, const uint16_t* kv1, const uint16_t* next0, const uint16_t* next1, const Row& row, int n,
+template <int kHeads, bool kEight>
+inline void attend_row(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1, const Row& row, int n,
                        int head, Heads heads) {
     alignas(64) float s[kHeads][kSpan];
     alignas(64) uint16_t p[kHeads][kSpan];
-    const int dim = heads.dim, padded = (heads.group + 15) / 16 * 16;
-    const uint16_t *v0 = kv0 + dim * kBlock, *v1 = kv1 + dim * kBlock;
+    float by[kHeads];
+    const int dim = heads.dim, padded = (heads.group + 15) / 16 * 16, v_at = dim * kBlock * (kEight ? 1 : 2);
+    const uint8_t* q = row.q + head * dim * 2;
+    const float* scales[2] = {scales_at(kv0, dim) + kBlock, scales_at(kv1, dim) + kBlock};
     float *max = row.state + head, *sum = row.state + padded + head * 16, *acc = row.state + padded + heads.group * 16 + head * dim;
-    if (n > kBlock) scores<kHeads, 4>(kv0, kv1, row.q + head * dim, dim, s, next0);
-    else scores<kHeads, 2>(kv0, kv1, row.q + head * dim, dim, s, next0);
-    for (int h = 0; h < kHeads; h++) soften(s[h], n, max[h], sum + 16 * h, acc + h * dim, dim, p[h]);
-    int d = 0;
-    for (; d + 64 <= dim; d += 64) values<kHeads, 4>(v0, v1, p, n, dim, d, acc, next1 ? next1 + d * 64 : nullptr);
-    for (; d < dim; d += 16) values<kHeads, 1>(v0, v1, p, n, dim, d, acc, nullptr);
+    const auto score = n > kBlock ? (kEight ? scores_of_codes<kHeads, 4> : scores<kHeads, 4>) : (kEight ? scores_of_codes<kHeads, 2> : scores<kHeads, 2>);
+    score(kv0, kv1, q, dim, s, next0);
+    for (int h = 0; h < kHeads; h++) by[h] = soften<kEight>(s[h], n, max[h], sum + 16 * h, acc + h * dim, dim, p[h], scales);
+    for (int d = 0; d < dim; d += dim - d >= 64 ? 64 : 16) {
+        const uint8_t* ahead = next1 && dim - d >= 64 ? next1 + d * (kEight ? 64 : 128) : nullptr;
+        const auto add = dim - d >= 64 ? (kEight ? values_of_codes<kHeads, 4> : values<kHeads, 4>) : (kEight ? values_of_codes<kHeads, 1> : values<kHeads, 1>);
+        add(kv0 + v_at, kv1 + v_at, p, by, n, dim, d, acc, ahead);
+    }
 }
 
-void attend(const uint16_t* kv0, const uint16_t* kv1, const uint16_t* next0, const uint16_t* next1, const Row* rows, int count,
-            int first, Heads heads) {
+template <bool kEight>
+void attend(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1, const Row* rows, int count, int first,
+            Heads heads) {
+    constexpr int kTwo = kHeadsAtOnce >= 2 ? 2 : 1, kThree = kHeadsAtOnce >= 3 ? 3 : 1;
     for (int r = 0; r < count; r++) {
         const int left = rows[r].limit - first, n = left < kSpan ? left : kSpan;
         int h = 0;
-        const uint16_t *n0 = r ? nullptr : next0, *n1 = r ? nullptr : next1;  // the first row fetches what comes next for all
-        for (; kHeadsAtOnce >= 4 && h + 4 <= heads.group; h += 4) attend_row<kHeadsAtOnce>(kv0, kv1, n0, n1, rows[r], n, h, heads);
-        if (kHeadsAtOnce >= 3 && heads.group - h == 3) attend_row<kHeadsAtOnce >= 3 ? 3 : 1>(kv0, kv1, n0, n1, rows[r], n, h, heads), h += 3;
-        if (kHeadsAtOnce >= 2 && heads.group - h == 2) attend_row<kHeadsAtOnce >= 2 ? 2 : 1>(kv0, kv1, n0, n1, rows[r], n, h, heads), h += 2;
-        for (; h < heads.group; h++) attend_row<1>(kv0, kv1, n0, n1, rows[r], n, h, heads);
+        const uint8_t *n0 = r ? nullptr : next0, *n1 = r ? nullptr : next1;  // the first row fetches what comes next for all
+        for (; kHeadsAtOnce >= 4 && h + 4 <= heads.group; h += 4) attend_row<kHeadsAtOnce, kEight>(kv0, kv1, n0, n1, rows[r], n, h, heads);
+        if (kThree == 3 && heads.group - h == 3) attend_row<kThree, kEight>(kv0, kv1, n0, n1, rows[r], n, h, heads), h += 3;
+        if (kTwo == 2 && heads.group - h == 2) attend_row<kTwo, kEight>(kv0, kv1, n0, n1, rows[r], n, h, heads), h += 2;
+        for (; h < heads.group; h++) attend_row<1, kEight>(kv0, kv1, n0, n1, rows[r], n, h, heads);
     }
 }
 

@@ -19,7 +19,7 @@ Config config_of(const nb::dict& d) {
     c.layers = get<int>(d, "layers"), c.embd = get<int>(d, "embd"), c.heads = get<int>(d, "heads");
     c.kv_heads = get<int>(d, "kv_heads"), c.dim = get<int>(d, "dim"), c.ff = get<int>(d, "ff"), c.vocab = get<int>(d, "vocab");
     c.rope_dim = get<int>(d, "rope_dim"), c.context = get<int>(d, "context"), c.blocks = get<int>(d, "blocks");
-    c.threads = get<int>(d, "threads"), c.neox = get<bool>(d, "neox"), c.eps = get<float>(d, "eps");
+    c.threads = get<int>(d, "threads"), c.kv_bits = get<int>(d, "kv_bits"), c.pin = get<bool>(d, "pin"), c.eps = get<float>(d, "eps");
     c.frequencies = get<std::vector<float>>(d, "frequencies"), c.isa = get<std::string>(d, "isa");
     return c;
 }
@@ -32,37 +32,29 @@ Entry entry_of(const nb::dict& d) {
     return e;
 }
 
-
-std::vector<int> ints(nb::handle sequence) {
-    std::vector<int> out;
-    nb::tuple items = nb::cast<nb::tuple>(sequence);
-    out.reserve(items.size());
-    for (nb::handle item : items) out.push_back(nb::cast<int>(item));
-    return out;
-}
-
 Plan plan_of(const nb::list& sequences, std::vector<std::pair<int, int>> copies, int chain) {
     Plan plan;
     plan.copies = std::move(copies), plan.chain = chain;
     for (nb::handle item : sequences) {
         nb::tuple t = nb::cast<nb::tuple>(item);
-        if (t.size() != 4) throw PlanError("a sequence is (tokens, start, table, want)");
+        if (t.size() != 5) throw PlanError("a sequence is (tokens, start, table, want, top)");
         const int want = nb::cast<int>(t[3]);
-        if (want < 0 || want > 2) throw PlanError("unknown want");
-        plan.sequences.push_back({ints(t[0]), ints(t[2]), nb::cast<int>(t[1]), Want(want)});
+        if (want < 0 || want > 3) throw PlanError("unknown want");
+        plan.sequences.push_back({nb::cast<std::vector<int>>(t[0]), nb::cast<std::vector<int>>(t[2]), nb::cast<int>(t[1]), nb::cast<int>(t[4]), Want(want)});
     }
     return plan;
 }
 
 using Logits = nb::ndarray<float, nb::numpy, nb::c_contig, nb::device::cpu>;
 
-std::vector<std::vector<int>> step(Model& model, const nb::list& sequences, std::vector<std::pair<int, int>> copies, int chain, Logits logits) {
+std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, const nb::list& sequences, std::vector<std::pair<int, int>> copies, int chain, Logits logits) {
     const Plan plan = plan_of(sequences, std::move(copies), chain);
     size_t rows = 0;
     for (const auto& s : plan.sequences) rows += s.want == Want::kLogits;
     if (logits.ndim() != 2 || logits.shape(0) < rows || logits.shape(1) != size_t(model.config().vocab)) throw PlanError("logits has the wrong shape");
     nb::gil_scoped_release release;
-    return model.run(plan, logits.data());
+    Answer answer = model.run(plan, logits.data());
+    return {std::move(answer.tokens), std::move(answer.tops)};
 }
 
 }  // namespace
@@ -71,11 +63,15 @@ NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // an engine still open when the interpreter ends is no bug of ours
     nb::exception<PlanError>(m, "PlanError", PyExc_ValueError);
     nb::exception<FormatError>(m, "FormatError", PyExc_ValueError);
-    m.def("isas", &supported_isas, "Instruction sets this machine has kernels for, best first.");
+    m.def("isas", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : supported_kernels()) names.push_back(kernels->name);
+        return names;
+    });
     m.def("cpus", &available_cpus, "CPUs this process may run on.");
-    m.def("block_bytes", [](int layers, int kv_heads, int dim) {
+    m.def("block_bytes", [](int layers, int kv_heads, int dim, int kv_bits) {
         Config c;
-        c.layers = layers, c.kv_heads = kv_heads, c.dim = dim;
+        c.layers = layers, c.kv_heads = kv_heads, c.dim = dim, c.kv_bits = kv_bits;
         return Model::block_bytes(c);
     });
     nb::class_<Model>(m, "Core")

@@ -12,8 +12,8 @@
 namespace shoal {
 
 const Kernels* SHOAL_NAME(SHOAL_ISA)() {
-    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA), kMaxRows,   product,   quantise, rms_norm,   silu_mul,
-                                      to_bf16_row,             start_row, attend, finish_row, best_of};
+    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA), kMaxRows,  product, quantise,   rms_norm, silu_mul, rotate,
+                                      to_bf16_row,             start_row, to_codes, {attend<false>, attend<true>}, finish_row, best_of};
     return &table;
 }
 

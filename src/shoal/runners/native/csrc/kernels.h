@@ -2,8 +2,23 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace shoal {
+
+// Static: each translation unit keeps its own, compiled for its own instruction set.
+static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+static inline uint16_t to_bf16(float x) {  // to nearest even; NaN stays NaN
+    uint32_t u = bits_of(x);
+    uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (u >> 16) | 0x40;
+    return uint16_t((u & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+}
+static inline float from_half(uint16_t h) {
+    uint32_t sign = uint32_t(h & 0x8000) << 16, exp = (h >> 10) & 31, man = h & 1023;
+    if (exp == 0) return float_of(sign | bits_of(float(man) * 0x1p-24f));
+    return float_of(sign | (exp == 31 ? 0x7f800000u : (exp + 112) << 23) | man << 13);
+}
 
 constexpr int kStrip = 32;   // outputs that lie side by side in a packed weight: two halves of 16 lanes
 constexpr int kGroup = 32;   // inputs that share the scale of an activation
@@ -42,7 +57,7 @@ struct Matrix {
 //   nsum    [k/16][rows]      minus the sum of each half group; exact integers
 //   x       [k][rows]         the values themselves, only where some weight of the model is not quantised
 struct Tile {
-    int rows = 0;
+    int rows = 0, first = 0;  // first: row of the batch
     int8_t* a = nullptr;
     float *s = nullptr, *t = nullptr, *x = nullptr;
     int32_t* nsum = nullptr;
@@ -50,15 +65,24 @@ struct Tile {
 
 // One query row under attention, for one KV head. `state` is [group] maxima padded to 16, [group][16] sums, [group][dim].
 struct Row {
-    const uint16_t* q;  // [group][dim] bf16, scaled by log2(e) / sqrt(dim)
+    const uint8_t* q;  // [group][dim * 2 bytes], scaled by log2(e) / sqrt(dim): bf16; or dim codes of 8 bits and their Scaled
     float* state;
-    int limit;          // it sees positions 0 .. limit - 1
+    int limit;         // it sees positions 0 .. limit - 1
 };
 struct Heads { int group, dim; };
 inline int state_floats(Heads h) { return (h.group + 15) / 16 * 16 + h.group * 16 + h.group * h.dim; }
 
-// KV of one block and one head: K [dim/2][32 tokens][2], then V [16 token pairs][dim][2], both bf16.
-inline size_t kv_head_elements(int dim) { return size_t(dim) * kBlock * 2; }
+// A row of codes c: x = scale * c; sum128 is -128 times their sum.
+struct Scaled {
+    float scale;
+    int32_t sum128;
+};
+
+// KV of one block and one head, in 16 or 8 bits:
+//
+//   bf16   | K [dim/2][32 tokens][2] | V [16 pairs of tokens][dim][2] |
+//   8 bits | K [dim/4][32 tokens][4], codes + 128 | V [8 quads of tokens][dim][4] | scales of K [32] | of V [32], float |
+inline size_t kv_head_bytes(int dim, int bits) { return size_t(dim) * kBlock * size_t(bits / 4) + (bits == 8 ? kBlock * 8 : 0); }
 
 struct Kernels {
     const char* name;
@@ -68,21 +92,19 @@ struct Kernels {
     void (*quantise)(const float* x, int k, const Tile&, int row, int first_input);
     void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);  // out may be x
     void (*silu_mul)(float* gate, const float* up, int n);  // gate = silu(gate) * up
+    void (*rotate)(float* x, const float* cosine, const float* sine, int half);  // pairs (x[i], x[half + i])
     void (*to_bf16_row)(const float* x, int n, float scale, uint16_t* out);
     void (*start_row)(float* state, Heads);
-    void (*attend)(const uint16_t* kv0, const uint16_t* kv1, const uint16_t* next0, const uint16_t* next1, const Row* rows, int n,
-                   int first, Heads);
+    Scaled (*to_codes)(const float* x, int n, int8_t* out);  // not finite: neither is the scale
+    // Over KV in 16 bits and in 8.
+    void (*attend[2])(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1, const Row* rows, int n,
+                      int first, Heads);
     void (*finish_row)(const float* state, Heads, float* out);  // out [group][dim]
     // The largest of x[0..n) after `best`, lowest index first; `bad` becomes NaN once some x is not finite.
     void (*best_of)(const float* x, int n, int first, float& best, int& index, float& bad);
 };
 
-const Kernels* kernels_avx512bf16();
-const Kernels* kernels_avx512vnni();
-const Kernels* kernels_avx2vnni();
-const Kernels* kernels_avx2base();
-const Kernels* kernels_neon_i8mm();
-const Kernels* kernels_neon_dot();
-const Kernels* kernels_plain();
+const Kernels *kernels_avx512bf16(), *kernels_avx512vnni(), *kernels_avx2vnni(), *kernels_avx2base();
+const Kernels *kernels_neon_i8mm(), *kernels_neon_dot(), *kernels_plain();
 
 }  // namespace shoal

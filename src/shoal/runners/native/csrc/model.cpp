@@ -37,15 +37,6 @@ size_t strip_bytes(const Matrix& w) {
 
 namespace {
 
-float half(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000) << 16, exp = (h >> 10) & 31, man = h & 1023;
-    uint32_t bits = sign | (exp == 31 ? 0x7f800000u : (exp + 112) << 23) | man << 13;
-    float x = float(man) * 0x1p-24f;
-    if (exp == 0) return sign ? -x : x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 class Loader {
   public:
     Loader(const Pages& pages, const std::vector<Entry>& entries) : pages_(pages) {
@@ -106,7 +97,7 @@ void check_config(const Config& c) {
                           c.context > 0 && c.blocks > 0 && c.threads > 0 && c.rope_dim > 0;
     if (!positive || c.layers > 4096 || c.heads > 1024 || c.dim > 256 || c.embd > 1 << 20 || c.ff > 1 << 20 || c.vocab > 1 << 24)
         throw FormatError("a size of the model is out of range");
-    if (c.heads % c.kv_heads || c.dim % kGroup || c.embd % kGroup || c.ff % kGroup || c.rope_dim % 2 || c.rope_dim > c.dim)
+    if (c.heads % c.kv_heads || c.dim % kGroup || c.embd % kGroup || c.ff % kGroup || c.rope_dim % 2 || c.rope_dim > c.dim || (c.kv_bits != 16 && c.kv_bits != 8))
         throw FormatError("the sizes of the model do not fit the kernels");
     if (c.frequencies.size() != size_t(c.rope_dim / 2)) throw FormatError("wrong number of rotary frequencies");
 }
@@ -119,9 +110,8 @@ void unpack_row(const Matrix& w, int row, float* out) {
     if (w.codes == Codes::kHalf || w.codes == Codes::kBf16) {
         const uint16_t* p = reinterpret_cast<const uint16_t*>(data) + lane;
         for (int k = 0; k < w.k; k++) {
-            const uint32_t bits = uint32_t(p[k * kStrip]) << 16;
-            if (w.codes == Codes::kHalf) out[k] = half(p[k * kStrip]);
-            else memcpy(out + k, &bits, 4);
+            const uint16_t x = p[k * kStrip];
+            out[k] = w.codes == Codes::kHalf ? from_half(x) : float_of(uint32_t(x) << 16);
         }
         return;
     }
@@ -130,7 +120,7 @@ void unpack_row(const Matrix& w, int row, float* out) {
     for (int g = 0; g < w.k / kGroup; g++) {
         const uint8_t *codes = data + size_t(g) * share + size_t(lane / 16) * code_bytes, *scales = data + size_t(g) * share + 2 * code_bytes;
         const auto scale = [&](int i) {
-            if (!w.wide_scales) return half(reinterpret_cast<const uint16_t*>(scales)[i]);
+            if (!w.wide_scales) return from_half(reinterpret_cast<const uint16_t*>(scales)[i]);
             return reinterpret_cast<const float*>(scales)[i];
         };
         for (int i = 0; i < kGroup; i++) {
@@ -140,28 +130,6 @@ void unpack_row(const Matrix& w, int row, float* out) {
             out[g * kGroup + i] = d * float(code - (w.has_min ? 0 : 1 << w.offset_log2)) + m;
         }
     }
-}
-
-const Kernels* choose_kernels(const std::string& isa) {
-    const auto all = supported_isas();
-    for (const auto& name : all) {
-        const bool family = isa == "avx512" ? name.rfind("avx512", 0) == 0 : isa == "avx2" ? name.rfind("avx2", 0) == 0
-                                             : isa == "neon" ? name.rfind("neon", 0) == 0 : false;
-        if (!(isa.empty() || isa == "auto" || isa == name || family)) continue;
-#if defined(__x86_64__)
-        if (name == "avx512bf16") return kernels_avx512bf16();
-        if (name == "avx512vnni") return kernels_avx512vnni();
-        if (name == "avx2vnni") return kernels_avx2vnni();
-        if (name == "avx2base") return kernels_avx2base();
-#elif defined(__aarch64__)
-        if (name == "neon_i8mm") return kernels_neon_i8mm();
-        if (name == "neon_dot") return kernels_neon_dot();
-#endif
-        return kernels_plain();
-    }
-    std::string known;
-    for (const auto& name : all) known += " " + name;
-    throw FormatError("instruction set " + isa + " is not one of this machine:" + known);
 }
 
 Model::Model(Config config, const std::string& path, const std::vector<Entry>& entries) : config_(std::move(config)) {
@@ -193,9 +161,8 @@ Model::Model(Config config, const std::string& path, const std::vector<Entry>& e
     head_ = load.has("output.weight") ? load.matrix("output.weight", c.vocab, c.embd) : embedding_;
     dense_ |= int(head_.codes) >= 16;
     kv_pages_ = Pages(block_bytes(c) * size_t(c.blocks));
-    kv_elements_ = reinterpret_cast<uint16_t*>(kv_pages_.data());
     written_.resize(size_t(c.blocks)), claimed_.resize(size_t(c.blocks));
-    pool_ = std::make_unique<Pool>(c.threads);
+    pool_ = std::make_unique<Pool>(c.threads, c.pin);
 }
 
 // Everything that the kernels take on trust. A slot counts as written once any pass has written it or a copy brought it.
@@ -216,6 +183,7 @@ void Model::check(const Plan& plan) const {
         const std::string who = "sequence at place " + std::to_string(s) + ": ";
         const int64_t fed = int64_t(seq.tokens.size()) + plan.chain - 1, end = seq.start + fed;
         if (seq.tokens.empty()) fail(who + "no tokens");
+        if (seq.want == Want::kTop && (seq.top < 1 || seq.top > config_.vocab)) fail(who + "the best " + std::to_string(seq.top) + " tokens");
         if (plan.chain > 1 && (seq.tokens.size() != 1 || seq.want != Want::kArgmax)) fail(who + "a chained step feeds one token and wants the arg-max");
         if (seq.start < 0 || end > config_.context) fail(who + "position " + std::to_string(end - 1) + " of " + std::to_string(config_.context));
         if ((end + kBlock - 1) / kBlock > int64_t(seq.table.size())) fail(who + "its block table ends before position " + std::to_string(end - 1));

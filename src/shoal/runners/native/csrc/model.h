@@ -34,8 +34,8 @@ class Pages {
 };
 
 struct Config {
-    int layers = 0, embd = 0, heads = 0, kv_heads = 0, dim = 0, ff = 0, vocab = 0, rope_dim = 0, context = 0, blocks = 0, threads = 0;
-    bool neox = false;  // rotated pairs are (i, i + rope_dim/2), else (2i, 2i + 1)
+    int layers = 0, embd = 0, heads = 0, kv_heads = 0, dim = 0, ff = 0, vocab = 0, rope_dim = 0, context = 0, blocks = 0, threads = 0, kv_bits = 16;
+    bool pin = false;
     float eps = 0;
     std::vector<float> frequencies;  // [rope_dim / 2], radians a position
     std::string isa;                 // "" or "auto": the best this CPU has
@@ -54,16 +54,23 @@ struct Layer {
     Matrix q, k, v, o, gate, up, down;
 };
 
-enum class Want : int { kNothing = 0, kArgmax = 1, kLogits = 2 };
+enum class Want : int { kNothing = 0, kArgmax = 1, kLogits = 2, kTop = 3 };
 struct Sequence {
     std::vector<int> tokens, table;
-    int start = 0;
+    int start = 0, top = 0;  // top: how many kTop wants
     Want want = Want::kNothing;
 };
 struct Plan {
     std::vector<Sequence> sequences;
     std::vector<std::pair<int, int>> copies;
     int chain = 1;
+};
+
+using Top = std::vector<std::pair<float, int>>;  // (logit, token), largest first
+// In plan order: chain tokens for each sequence that wants its arg-max, the best few for each that wants those.
+struct Answer {
+    std::vector<std::vector<int>> tokens;
+    std::vector<Top> tops;
 };
 
 struct Step;  // buffers of one pass, in step.cpp
@@ -74,14 +81,14 @@ class Model {
 
     // One pass, or plan.chain of them. `logits` has room for a row of vocab floats per sequence that wants them. Returns
     // chain tokens for each sequence that wants its arg-max, in plan order. Throws PlanError before anything changes.
-    std::vector<std::vector<int>> run(const Plan& plan, float* logits);
+    Answer run(const Plan& plan, float* logits);
     const Kernels& kernels() const { return *kernels_; }
     const Config& config() const { return config_; }
     int threads() const { return pool_->size(); }
-    uint16_t* kv(int block, int layer, int head) const {
-        return kv_elements_ + ((size_t(block) * config_.layers + layer) * config_.kv_heads + head) * kv_head_elements(config_.dim);
+    uint8_t* kv(int block, int layer, int head) const {
+        return kv_pages_.data() + ((size_t(block) * config_.layers + layer) * config_.kv_heads + head) * kv_head_bytes(config_.dim, config_.kv_bits);
     }
-    static size_t block_bytes(const Config& c) { return size_t(c.layers) * c.kv_heads * kv_head_elements(c.dim) * 2; }
+    static size_t block_bytes(const Config& c) { return size_t(c.layers) * c.kv_heads * kv_head_bytes(c.dim, c.kv_bits); }
     const Layer& layer(int i) const { return layers_[size_t(i)]; }
     const Matrix& embedding() const { return embedding_; }
     const Matrix& head() const { return head_; }
@@ -95,7 +102,6 @@ class Model {
     Config config_;
     const Kernels* kernels_;
     Pages weights_, kv_pages_;
-    uint16_t* kv_elements_ = nullptr;
     std::vector<Layer> layers_;
     Matrix embedding_, head_;
     const float* output_norm_ = nullptr;
@@ -105,8 +111,8 @@ class Model {
     std::shared_ptr<Step> step_;  // shared: its type is only known in step.cpp
 };
 
-const Kernels* choose_kernels(const std::string& isa);
-std::vector<std::string> supported_isas();
+std::vector<const Kernels*> supported_kernels();              // best first
+const Kernels* choose_kernels(const std::string& isa);        // the first whose name is or begins with `isa`
 size_t strip_bytes(const Matrix& w);
 void unpack_row(const Matrix& w, int row, float* out);  // one output's weights, exact
 

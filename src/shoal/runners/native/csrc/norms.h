@@ -15,14 +15,10 @@ void rms_norm(const float* x, const float* weight, int n, float eps, float* out)
 
 void silu_mul(float* gate, const float* up, int n) {
     for (int i = 0; i < n; i += 16) {
-        // exp(-|g|) cannot overflow: silu(g) = g / (1 + e) for g >= 0, g * e / (1 + e) below.
+        // e = exp(-|g|) cannot overflow: silu(g) = g / (1 + e) for g >= 0, g * e / (1 + e) below; each the larger of the two.
         const F g = load(gate + i), minus = sub(set(0.f), g), size = max2(minus, g);
         const F e = exp2_of(mul(size, set(-1.44269504f))), share = div(g, add(set(1.f), e));
-        const F low = mul(share, e);
-        float s[16], l[16], v[16];
-        store(s, share), store(l, low), store(v, g);
-        for (int j = 0; j < 16; j++) s[j] = v[j] < 0 ? l[j] : s[j];
-        store(gate + i, mul(load(s), load(up + i)));
+        store(gate + i, mul(max2(share, mul(share, e)), load(up + i)));
     }
 }
 
@@ -32,23 +28,52 @@ void quantise(const float* x, int k, const Tile& tile, int row, int first) {
     const I magnitude = iset(0x7fffffff);
     for (int i = 0; i < k; i += kGroup) {
         const F lo = load(x + i), hi = load(x + i + 16);
-        const float largest = float_of(uint32_t(himax(iand(as_int(lo), magnitude), iand(as_int(hi), magnitude))));
+        const float largest = float_of(uint32_t(himax(imax(iand(as_int(lo), magnitude), iand(as_int(hi), magnitude)))));
         const float s = largest / 127.f, inverse = s > 0 ? 127.f / largest : s;
+        const I first_half = to_int(mul(lo, set(inverse))), second_half = to_int(mul(hi, set(inverse)));
         int8_t q[kGroup];
-        store_bytes(q, to_int(mul(lo, set(inverse))));
-        store_bytes(q + 16, to_int(mul(hi, set(inverse))));
-        int sums[2] = {0, 0};
-        for (int j = 0; j < 16; j++) sums[0] += q[j], sums[1] += q[16 + j];
+        store_bytes(q, first_half);
+        store_bytes(q + 16, second_half);
+        const int sums[2] = {hisum(first_half), hisum(second_half)};
         const int g = (first + i) / kGroup;
         int8_t* a = tile.a + size_t(g) * kGroup * tile.rows + row * 4;
         for (int j = 0; j < 8; j++) memcpy(a + j * tile.rows * 4, q + 4 * j, 4);
         tile.s[g * tile.rows + row] = s;
-        tile.t[g * tile.rows + row] = s * float(sums[0] + sums[1]);
-        tile.nsum[(2 * g) * tile.rows + row] = -sums[0];
-        tile.nsum[(2 * g + 1) * tile.rows + row] = -sums[1];
+        tile.t[g * tile.rows + row] = s * (float(sums[0]) + float(sums[1]));
+        tile.nsum[(2 * g) * tile.rows + row] = int32_t(0u - uint32_t(sums[0]));
+        tile.nsum[(2 * g + 1) * tile.rows + row] = int32_t(0u - uint32_t(sums[1]));
         if (tile.x)
             for (int j = 0; j < kGroup; j++) tile.x[size_t(first + i + j) * tile.rows + row] = x[i + j];
     }
+}
+
+// Rotate the pairs (x[i], x[half + i]).
+void rotate(float* x, const float* cosine, const float* sine, int half) {
+    int i = 0;
+    for (; i + 16 <= half; i += 16) {
+        const F a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+        store(x + i, sub(mul(a, c), mul(b, s)));
+        store(x + half + i, add(mul(b, c), mul(a, s)));
+    }
+    for (; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[half + i] = b * cosine[i] + a * sine[i];
+    }
+}
+
+// One scale for the whole row.
+Scaled to_codes(const float* x, int n, int8_t* out) {
+    I top = iset(0);
+    for (int i = 0; i < n; i += 16) top = imax(top, iand(as_int(load(x + i)), iset(0x7fffffff)));
+    const float largest = float_of(uint32_t(himax(top))), inverse = largest > 0 ? 127.f / largest : largest;
+    int total = 0;
+    for (int i = 0; i < n; i += 16) {
+        const I code = to_int(mul(load(x + i), set(inverse)));
+        store_bytes(out + i, code);
+        total = int(uint32_t(total) + uint32_t(hisum(code)));
+    }
+    return {largest / 127.f, int(0u - 128u * uint32_t(total))};
 }
 
 void to_bf16_row(const float* x, int n, float scale, uint16_t* out) {

@@ -15,6 +15,21 @@ inline void relax() {
 #endif
 }
 
+void stay_on(int place) {
+#if defined(__linux__)
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    place %= CPU_COUNT(&allowed);
+    int cpu = 0;
+    while (!CPU_ISSET(cpu, &allowed) || place-- > 0) cpu++;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    sched_setaffinity(0, sizeof one, &one);
+#else
+    (void)place;
+#endif
+}
+
 }  // namespace
 
 int available_cpus() {
@@ -26,21 +41,17 @@ int available_cpus() {
     return n > 0 ? n : 1;
 }
 
-Pool::Pool(int threads) : size_(threads) {
+Pool::Pool(int threads, bool pin) : size_(threads) {
     threads_.reserve(size_t(threads));
     try {
-        for (int i = 1; i < threads; i++) threads_.emplace_back([this, i] { work(i); });
+        for (int i = 1; i < threads; i++) threads_.emplace_back([this, i, pin] { work(i, pin); });
     } catch (...) {  // the system gives no more threads: end those that started, then say so
-        size_ = int(threads_.size()) + 1;
-        stop_ = true;
-        job_.fetch_add(1);
-        job_.notify_all();
-        for (auto& thread : threads_) thread.join();
+        end();
         throw;
     }
 }
 
-Pool::~Pool() {
+void Pool::end() {
     stop_ = true;
     job_.fetch_add(1);
     job_.notify_all();
@@ -55,7 +66,8 @@ void Pool::run(void (*fn)(void*, int), void* context) {
     barrier();
 }
 
-void Pool::work(int id) {
+void Pool::work(int id, bool pin) {
+    if (pin) stay_on(id);
     uint32_t seen = 0;
     for (;;) {
         for (int spin = 0; spin < 4000 && job_.load(std::memory_order_acquire) == seen; spin++) relax();

@@ -12,15 +12,16 @@ namespace shoal {
 // for may need this very core.
 class Pool {
   public:
-    explicit Pool(int threads);
-    ~Pool();
+    Pool(int threads, bool pin);  // pin: thread i stays on the i-th CPU this process may use; the caller's is not ours to move
+    ~Pool() { end(); }
     Pool(const Pool&) = delete;
     int size() const { return size_; }
     void run(void (*fn)(void*, int), void* context);  // returns when all have returned
     void barrier();
 
   private:
-    void work(int id);
+    void end();
+    void work(int id, bool pin);
     int size_;
     alignas(64) std::atomic<uint32_t> job_{0};
     alignas(64) std::atomic<uint32_t> arrived_{0};

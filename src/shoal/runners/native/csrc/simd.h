@@ -20,19 +20,6 @@
 
 namespace shoal { namespace {
 
-inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-inline uint16_t to_bf16(float x) {  // to nearest even; NaN stays NaN
-    uint32_t u = bits_of(x);
-    uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (u >> 16) | 0x40;
-    return uint16_t((u & 0x7fffffff) > 0x7f800000 ? nan : rounded);
-}
-inline float from_half(uint16_t h) {
-    uint32_t sign = uint32_t(h & 0x8000) << 16, exp = (h >> 10) & 31, man = h & 1023;
-    if (exp == 0) return float_of(sign | bits_of(float(man) * 0x1p-24f));
-    return float_of(sign | (exp == 31 ? 0x7f800000u : (exp + 112) << 23) | man << 13);
-}
-
 #if !defined(SHOAL_PLAIN) && defined(__AVX512F__)
 constexpr int kMaxRows = 6;  // of 32 outputs: 12 sums + 12 partial sums + weights + scales = 28 to 30 of 32 registers
 struct F { __m512 v; };
@@ -64,8 +51,11 @@ inline I iand(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline I high_nibbles(I a) { return iand({_mm512_srli_epi16(a.v, 4)}, {_mm512_set1_epi8(15)}); }
 inline I low_nibbles(I a) { return iand(a, {_mm512_set1_epi8(15)}); }
 inline I shift_left(I a, int n) { return {_mm512_sll_epi32(a.v, _mm_cvtsi32_si128(n))}; }
-inline int himax(I a, I b) { return _mm512_reduce_max_epi32(_mm512_max_epi32(a.v, b.v)); }
+inline I imax(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
+inline int himax(I a) { return _mm512_reduce_max_epi32(a.v); }
+inline int hisum(I a) { return _mm512_reduce_add_epi32(a.v); }
 inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
+inline void store_codes(uint8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtusepi32_epi8(a.v)); }  // of a >= 0
 template <bool kWide> inline I dot(I c, I w, I a) { return {_mm512_dpbusd_epi32(c.v, w.v, a.v)}; }
 #ifdef __AVX512BF16__
 inline F dotbf(F c, I a, I b) { return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)b.v)}; }
@@ -76,7 +66,6 @@ inline F dotbf(F c, I a, I b) {
     F t = fma({_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}, {_mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16))}, c);
     return fma({_mm512_castsi512_ps(_mm512_and_si512(a.v, high))}, {_mm512_castsi512_ps(_mm512_and_si512(b.v, high))}, t);
 }
-#define SHOAL_SOFT_BF16
 #endif
 
 #elif !defined(SHOAL_PLAIN) && defined(__AVX2__)
@@ -130,15 +119,27 @@ inline I iand(I x, I y) { return SHOAL_BOTH(_mm256_and_si256, x, y); }
 inline I low_nibbles(I x) { return iand(x, {_mm256_set1_epi8(15), _mm256_set1_epi8(15)}); }
 inline I high_nibbles(I x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
 inline I shift_left(I x, int n) { __m128i s = _mm_cvtsi32_si128(n); return {_mm256_sll_epi32(x.a, s), _mm256_sll_epi32(x.b, s)}; }
-inline int himax(I x, I y) {
-    __m256i m = _mm256_max_epi32(_mm256_max_epi32(x.a, x.b), _mm256_max_epi32(y.a, y.b));
+inline I imax(I x, I y) { return SHOAL_BOTH(_mm256_max_epi32, x, y); }
+inline int himax(I x) {
+    __m256i m = _mm256_max_epi32(x.a, x.b);
     __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
     h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
 }
+inline int hisum(I x) {
+    __m256i s = _mm256_add_epi32(x.a, x.b);
+    __m128i h = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
+}
+inline __m256i to_words(I x) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8); }
 inline void store_bytes(int8_t* p, I x) {
-    __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    __m256i w = to_words(x);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+}
+inline void store_codes(uint8_t* p, I x) {
+    __m256i w = to_words(x);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
 template <bool kWide> inline __m256i dot8(__m256i c, __m256i w, __m256i a) {
 #ifdef __AVXVNNI__
@@ -159,7 +160,6 @@ inline __m256 dotbf8(__m256 c, __m256i a, __m256i b) {
     return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), c);
 }
 inline F dotbf(F c, I a, I b) { return {dotbf8(c.a, a.a, b.a), dotbf8(c.b, a.b, b.b)}; }
-#define SHOAL_SOFT_BF16
 
 #elif !defined(SHOAL_PLAIN) && defined(__ARM_NEON)
 constexpr int kMaxRows = 3;  // 3 x (4 + 4) sums + 4 weights + 1 broadcast = 29 of 32 registers
@@ -196,43 +196,31 @@ inline I iand(I a, I b) SHOAL_EACH(I, vandq_s32(a.v[i], b.v[i]))
 inline I low_nibbles(I a) SHOAL_EACH(I, vandq_s32(a.v[i], vdupq_n_s32(0x0f0f0f0f)))
 inline I high_nibbles(I a) SHOAL_EACH(I, vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a.v[i]), 4)))
 inline I shift_left(I a, int n) SHOAL_EACH(I, vshlq_s32(a.v[i], vdupq_n_s32(n)))
-inline int himax(I a, I b) {
-    int best = 0;
-    for (int i = 0; i < 4; i++) { int m = vmaxvq_s32(vmaxq_s32(a.v[i], b.v[i])); best = m > best ? m : best; }
-    return best;
-}
+inline I imax(I a, I b) SHOAL_EACH(I, vmaxq_s32(a.v[i], b.v[i]))
+inline int himax(I a) { return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3]))); }
+inline int hisum(I a) { return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3]))); }
 inline void store_bytes(int8_t* p, I a) {
     int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1])), high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
     vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+}
+inline void store_codes(uint8_t* p, I a) {
+    int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1])), high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
+    vst1q_u8(p, vcombine_u8(vqmovun_s16(low), vqmovun_s16(high)));
 }
 template <bool kWide> inline int32x4_t dot4(int32x4_t c, int32x4_t w, int32x4_t a) {
     const int8x16_t x = vreinterpretq_s8_s32(a);
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     return vusdotq_s32(c, vreinterpretq_u8_s32(w), x);
-#elif defined(__ARM_FEATURE_DOTPROD)
+#else
     if (!kWide) return vdotq_s32(c, vreinterpretq_s8_s32(w), x);
     c = vdotq_s32(c, vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(0x80))), x);  // w - 128
     return vaddq_s32(c, vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), x), 7));              // + 128 x sum
-#else
-    const uint8x16_t u = vreinterpretq_u8_s32(w);
-    int16x8_t wl = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(u))), wh = vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(u)));
-    int16x8_t xl = vmovl_s8(vget_low_s8(x)), xh = vmovl_s8(vget_high_s8(x));
-    int32x4_t p0 = vmull_s16(vget_low_s16(wl), vget_low_s16(xl)), p1 = vmull_s16(vget_high_s16(wl), vget_high_s16(xl));
-    int32x4_t p2 = vmull_s16(vget_low_s16(wh), vget_low_s16(xh)), p3 = vmull_s16(vget_high_s16(wh), vget_high_s16(xh));
-    return vaddq_s32(c, vpaddq_s32(vpaddq_s32(p0, p1), vpaddq_s32(p2, p3)));
 #endif
 }
 template <bool kWide> inline I dot(I c, I w, I a) SHOAL_EACH(I, dot4<kWide>(c.v[i], w.v[i], a.v[i]))
-inline F dotbf(F c, I a, I b) {
-    const int32x4_t high = vdupq_n_s32(int(0xffff0000));
-    F r;
-    for (int i = 0; i < 4; i++) {
-        r.v[i] = vfmaq_f32(c.v[i], vreinterpretq_f32_s32(vshlq_n_s32(a.v[i], 16)), vreinterpretq_f32_s32(vshlq_n_s32(b.v[i], 16)));
-        r.v[i] = vfmaq_f32(r.v[i], vreinterpretq_f32_s32(vandq_s32(a.v[i], high)), vreinterpretq_f32_s32(vandq_s32(b.v[i], high)));
-    }
-    return r;
-}
-#define SHOAL_SOFT_BF16
+inline float32x4_t even(int32x4_t a) { return vreinterpretq_f32_s32(vshlq_n_s32(a, 16)); }
+inline float32x4_t odd(int32x4_t a) { return vreinterpretq_f32_s32(vandq_s32(a, vdupq_n_s32(int(0xffff0000)))); }
+inline F dotbf(F c, I a, I b) SHOAL_EACH(F, vfmaq_f32(vfmaq_f32(c.v[i], even(a.v[i]), even(b.v[i])), odd(a.v[i]), odd(b.v[i])))
 
 #else  // plain C++; the reference that the others are tested against
 constexpr int kMaxRows = 4;
@@ -251,11 +239,7 @@ inline F div(F a, F b) SHOAL_EACH(F, a.v[i] / b.v[i])
 inline F fma(F a, F b, F c) SHOAL_EACH(F, a.v[i] * b.v[i] + c.v[i])
 inline F max2(F a, F b) SHOAL_EACH(F, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
 inline F round_even(F a) SHOAL_EACH(F, (a.v[i] + 0x1.8p23f) - 0x1.8p23f)
-inline F scale2(F a, F r) {
-    F out;
-    for (int i = 0; i < 16; i++) out.v[i] = r.v[i] == r.v[i] ? a.v[i] * float_of(uint32_t(int(r.v[i]) + 127) << 23) : r.v[i];
-    return out;
-}
+inline F scale2(F a, F r) SHOAL_EACH(F, r.v[i] == r.v[i] ? a.v[i] * float_of(uint32_t(int(r.v[i]) + 127) << 23) : r.v[i])
 inline float hmax(F a) { float m = a.v[0]; for (int i = 1; i < 16; i++) m = a.v[i] > m ? a.v[i] : m; return m; }
 inline float hadd(F a) { float s = a.v[0]; for (int i = 1; i < 16; i++) s += a.v[i]; return s; }
 inline F first_lanes(F a, int n, F rest) SHOAL_EACH(F, i < n ? a.v[i] : rest.v[i])
@@ -268,12 +252,11 @@ inline I iand(I a, I b) SHOAL_EACH(I, a.v[i] & b.v[i])
 inline I low_nibbles(I a) SHOAL_EACH(I, a.v[i] & 0x0f0f0f0f)
 inline I high_nibbles(I a) SHOAL_EACH(I, (a.v[i] >> 4) & 0x0f0f0f0f)
 inline I shift_left(I a, int n) SHOAL_EACH(I, int32_t(uint32_t(a.v[i]) << n))
-inline int himax(I a, I b) {
-    int m = a.v[0];
-    for (int i = 0; i < 16; i++) { m = a.v[i] > m ? a.v[i] : m; m = b.v[i] > m ? b.v[i] : m; }
-    return m;
-}
+inline I imax(I a, I b) SHOAL_EACH(I, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+inline int himax(I a) { int m = a.v[0]; for (int i = 1; i < 16; i++) m = a.v[i] > m ? a.v[i] : m; return m; }
+inline int hisum(I a) { uint32_t s = 0; for (int i = 0; i < 16; i++) s += uint32_t(a.v[i]); return int(s); }
 inline void store_bytes(int8_t* p, I a) { for (int i = 0; i < 16; i++) p[i] = int8_t(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]); }
+inline void store_codes(uint8_t* p, I a) { for (int i = 0; i < 16; i++) p[i] = uint8_t(a.v[i] > 255 ? 255 : a.v[i] < 0 ? 0 : a.v[i]); }
 template <bool kWide> inline I dot(I c, I w, I a) {
     uint8_t u[64]; int8_t s[64];
     memcpy(u, w.v, 64); memcpy(s, a.v, 64);
@@ -288,10 +271,9 @@ inline F dotbf(F c, I a, I b) {
     }
     return c;
 }
-#define SHOAL_SOFT_BF16
 #endif
 
-#ifdef SHOAL_SOFT_BF16
+#if defined(SHOAL_PLAIN) || !defined(__AVX512BF16__)
 inline void store_bf16(uint16_t* p, F a) {
     float x[16];
     store(x, a);

@@ -1,11 +1,11 @@
 // One pass: every thread runs the same phases, claims units of work in each, and meets the others at its end.
 //
 //   phase        unit                             reads                 writes
-//   norm         some rows                        x                     normed (8 bits)
+//   norm         the rows of a tile               x                     normed (8 bits)
 //   qkv          one head of q, k or v            normed, weights       q (bf16), KV blocks
 //   attention    one KV head x rows that share    q, KV blocks          attended (8 bits)
 //   out          32 outputs                       attended, weights     x +=
-//   norm         some rows                        x                     normed
+//   norm         the rows of a tile               x                     normed
 //   gate-up      32 inner values                  normed, weights       inner (8 bits)
 //   down         32 outputs                       inner, weights        x +=
 //   head         64 tokens of the vocabulary      normed, weights       logits or the best of them
@@ -25,7 +25,7 @@ namespace {
 
 enum Phase { kEmbed, kNorm, kQkv, kAttention, kOut, kGateUp, kDown, kHead, kPhases };
 const char* const kPhaseNames[kPhases] = {"embed", "norm", "qkv", "attention", "out", "gate_up", "down", "head"};
-constexpr int kRowsAtOnce = 16;   // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
+constexpr int kRowsAtOnce = 8;    // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
 constexpr int kHeadWidth = 64;
 constexpr int kMostStrips = 8;    // of one unit: see strips_of
 
@@ -33,7 +33,7 @@ constexpr int kMostStrips = 8;    // of one unit: see strips_of
 class Acts {
   public:
     void shape(int rows, int k, int max_rows, bool dense) {
-        tiles.clear(), tile_of.clear(), index_of.clear();
+        tiles.clear(), tile_of.clear();
         const int count = (rows + max_rows - 1) / max_rows;
         const size_t row = size_t(k) + size_t(k / kGroup) * 16 + (dense ? size_t(k) * 4 : 0);
         if (memory_.size() < row * size_t(rows) + size_t(count) * 64) memory_ = Pages(row * size_t(rows) + size_t(count) * 64);
@@ -41,20 +41,20 @@ class Acts {
         for (int i = 0; i < count; i++) {
             const int n = rows / count + (i < rows % count);
             Tile t;
-            t.rows = n;
+            t.rows = n, t.first = int(tile_of.size());
             t.a = reinterpret_cast<int8_t*>(at), at += size_t(n) * size_t(k);
             t.s = reinterpret_cast<float*>(at), at += size_t(n) * size_t(k / kGroup) * 4;
             t.t = reinterpret_cast<float*>(at), at += size_t(n) * size_t(k / kGroup) * 4;
             t.nsum = reinterpret_cast<int32_t*>(at), at += size_t(n) * size_t(k / kGroup) * 8;
             if (dense) t.x = reinterpret_cast<float*>(at), at += size_t(n) * size_t(k) * 4;
             at = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t(63));
-            for (int r = 0; r < n; r++) tile_of.push_back(i), index_of.push_back(r);
+            tile_of.insert(tile_of.end(), size_t(n), i);
             tiles.push_back(t);
         }
     }
     const Tile& of(int row) const { return tiles[size_t(tile_of[size_t(row)])]; }
     std::vector<Tile> tiles;
-    std::vector<int> tile_of, index_of;
+    std::vector<int> tile_of;
 
   private:
     Pages memory_;
@@ -66,13 +66,19 @@ struct Span { int from, to; };                        // query rows that one att
 // Rows that go through a layer together.
 struct Batch {
     int rows = 0;
-    std::vector<float> x;
+    Pages memory;
+    float* x = nullptr;  // [rows][embd]
     Acts normed, attended, inner;
     std::vector<QueryRow> queries;  // sorted so that shared blocks are neighbours; row i of x is queries[i]
     std::vector<Span> spans;
 };
 
-struct Best { float value; int token; float bad; };
+struct Best {
+    float value = -INFINITY;
+    int token = -1;
+    float bad = 0;
+    Top top;  // largest first, of equals the lowest token
+};
 
 // Memory of one thread.
 struct Scratch {
@@ -99,7 +105,7 @@ struct Step {
 
     void prepare(const Plan& plan, float* logits);
     void pass(int thread);
-    std::vector<int> best() const;
+    std::vector<Best> best() const;
 
     const Model& m;
     const Config& c;
@@ -108,9 +114,10 @@ struct Step {
     const Plan* plan = nullptr;
     Batch all, last;              // every fed row; those whose logits are wanted
     std::vector<int> tokens;      // of all.queries
-    std::vector<uint16_t> q;      // [rows][heads][dim]
+    Pages q;                      // [rows][heads][dim * 2]: see Row
     std::vector<float> cosines, sines;  // [rows][rope_dim / 2]
-    std::vector<float*> logits_of;      // per row of `last`, null where only the arg-max is wanted
+    std::vector<float*> logits_of;      // per row of `last`, null where only the best are wanted
+    std::vector<size_t> top_of;         // per row of `last`, how many of them
     std::vector<Counter> counters;
     std::vector<Scratch> scratch;
     double seconds[kPhases] = {}, steps = 0;
@@ -139,13 +146,14 @@ struct Step {
     void form(Batch& batch, int rows);
     void embed(int row);
     void normalise(Batch& batch, size_t counter, const float* weight, Scratch& s);
-    void project_head(int layer, int head, Scratch& s);
-    void rotate(float* x, int row) const;
+    void project_head(int layer, int unit, int part, int parts, Scratch& s);
+    void write_q(const float* x, float scale, uint8_t* out) const;
     void write_kv(int layer, int head, int row, const float* x, bool value);
     void attend(Batch& batch, int layer, int unit, Scratch& s);
     void walk(const Batch& batch, int layer, int head, int from, int to, int span, int base, Scratch& s);
     void gate_up(Batch& batch, const Layer& layer, int unit, Scratch& s);
     void project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter);
+    void take_best(const float* x, int n, int first, size_t count, Best& best) const;
     void vocabulary(int unit, Scratch& s);
 };
 
@@ -153,7 +161,9 @@ struct Step {
 
 void Step::form(Batch& batch, int rows) {
     batch.rows = rows;
-    batch.x.resize(std::max(batch.x.size(), size_t(rows) * size_t(c.embd)));
+    const size_t bytes = size_t(rows) * size_t(c.embd) * 4;
+    if (batch.memory.size() < bytes) batch.memory = Pages(bytes);
+    batch.x = reinterpret_cast<float*>(batch.memory.data());
     batch.normed.shape(rows, c.embd, k.max_rows, m.dense());
     batch.attended.shape(rows, c.heads * c.dim, k.max_rows, m.dense());
     batch.inner.shape(rows, c.ff, k.max_rows, m.dense());
@@ -183,7 +193,7 @@ void Step::prepare(const Plan& p, float* logits) {
     std::vector<float*> rows_out(p.sequences.size(), nullptr);
     for (size_t i = 0, n = 0; i < p.sequences.size(); i++)
         if (p.sequences[i].want == Want::kLogits) rows_out[i] = logits + c.vocab * n++;
-    all.queries.clear(), last.queries.clear(), tokens.clear(), logits_of.clear();
+    all.queries.clear(), last.queries.clear(), tokens.clear(), logits_of.clear(), top_of.clear();
     for (int s : order) {
         const Sequence& seq = p.sequences[size_t(s)];
         for (size_t i = 0; i < seq.tokens.size(); i++) {
@@ -194,15 +204,17 @@ void Step::prepare(const Plan& p, float* logits) {
         if (seq.want == Want::kNothing) continue;
         last.queries.push_back(all.queries.back());
         logits_of.push_back(rows_out[size_t(s)]);
+        top_of.push_back(seq.want == Want::kTop ? size_t(seq.top) : 0);
     }
     const int rows = int(all.queries.size());
     form(all, rows);
     form(last, int(last.queries.size()));
     const size_t half = size_t(c.rope_dim / 2);
-    if (q.size() < size_t(rows * c.heads * c.dim)) q.resize(size_t(rows * c.heads * c.dim));
+    const size_t wide = size_t(rows) * size_t(c.heads * c.dim) * 2;
+    if (q.size() < wide) q = Pages(wide);
     if (cosines.size() < size_t(rows) * half) cosines.resize(size_t(rows) * half), sines.resize(size_t(rows) * half);
     for (auto& counter : counters) counter.next.store(0, std::memory_order_relaxed);
-    for (auto& s : scratch) s.best.assign(size_t(last.rows), {-INFINITY, 0, 0.f});
+    for (auto& s : scratch) s.best.assign(size_t(last.rows), {});
     since = std::chrono::steady_clock::now();
     steps += 1;
 }
@@ -210,7 +222,7 @@ void Step::prepare(const Plan& p, float* logits) {
 // -- the phases -----------------------------------------------------------------------------------------------------
 
 void Step::embed(int row) {
-    unpack_row(m.embedding(), tokens[size_t(row)], all.x.data() + size_t(row) * size_t(c.embd));
+    unpack_row(m.embedding(), tokens[size_t(row)], all.x + size_t(row) * size_t(c.embd));
     const size_t half = size_t(c.rope_dim / 2);
     for (size_t i = 0; i < half; i++) {
         const double angle = double(all.queries[size_t(row)].position) * double(c.frequencies[i]);
@@ -220,32 +232,29 @@ void Step::embed(int row) {
 }
 
 void Step::normalise(Batch& batch, size_t counter, const float* weight, Scratch& s) {
-    const int at_once = std::max(1, batch.rows / 64);
-    share(counter, (batch.rows + at_once - 1) / at_once, [&](int unit) {
-        float* row = s.row.data();
-        for (int r = unit * at_once; r < std::min((unit + 1) * at_once, batch.rows); r++) {
-            k.rms_norm(batch.x.data() + size_t(r) * size_t(c.embd), weight, c.embd, c.eps, row);
-            k.quantise(row, c.embd, batch.normed.of(r), batch.normed.index_of[size_t(r)], 0);
+    share(counter, int(batch.normed.tiles.size()), [&](int unit) {  // rows of a tile share cache lines: one thread's
+        const Tile& tile = batch.normed.tiles[size_t(unit)];
+        for (int r = 0; r < tile.rows; r++) {
+            k.rms_norm(batch.x + size_t(tile.first + r) * size_t(c.embd), weight, c.embd, c.eps, s.row.data());
+            k.quantise(s.row.data(), c.embd, tile, r, 0);
         }
     });
-}
-
-void Step::rotate(float* x, int row) const {
-    const int half = c.rope_dim / 2, step = c.neox ? 1 : 2, apart = c.neox ? half : 1;
-    const float *cosine = cosines.data() + size_t(row) * size_t(half), *sine = sines.data() + size_t(row) * size_t(half);
-    for (int i = 0; i < half; i++) {
-        float &a = x[i * step], &b = x[i * step + apart];
-        const float first = a * cosine[i] - b * sine[i];
-        b = b * cosine[i] + a * sine[i];
-        a = first;
-    }
 }
 
 void Step::write_kv(int layer, int head, int row, const float* x, bool value) {
     const QueryRow& at = all.queries[size_t(row)];
     const int slot = at.position % kBlock, dim = c.dim;
-    uint16_t* kv = m.kv(plan->sequences[size_t(at.sequence)].table[size_t(at.position / kBlock)], layer, head);
-    uint16_t rounded[256];
+    uint8_t* bytes = m.kv(plan->sequences[size_t(at.sequence)].table[size_t(at.position / kBlock)], layer, head);
+    if (c.kv_bits == 8) {
+        int8_t codes[256];
+        float* scale = reinterpret_cast<float*>(bytes + dim * kBlock * 2) + (value ? kBlock : 0) + slot;
+        *scale = k.to_codes(x, dim, codes).scale;
+        for (int d = 0; d < dim; d++)
+            if (value) bytes[(kBlock + slot / 4 * 4) * dim + d * 4 + slot % 4] = uint8_t(codes[d]);
+            else bytes[d / 4 * kBlock * 4 + slot * 4 + d % 4] = uint8_t(codes[d] + 128);
+        return;
+    }
+    uint16_t *kv = reinterpret_cast<uint16_t*>(bytes), rounded[256];
     k.to_bf16_row(x, dim, 1.f, rounded);
     if (value) {
         uint16_t* v = kv + dim * kBlock + slot / 2 * dim * 2 + slot % 2;
@@ -255,21 +264,31 @@ void Step::write_kv(int layer, int head, int row, const float* x, bool value) {
     }
 }
 
-void Step::project_head(int layer, int unit, Scratch& s) {
+void Step::write_q(const float* x, float scale, uint8_t* out) const {
+    if (c.kv_bits == 16) return k.to_bf16_row(x, c.dim, scale, reinterpret_cast<uint16_t*>(out));
+    Scaled codes = k.to_codes(x, c.dim, reinterpret_cast<int8_t*>(out));
+    codes.scale *= scale;
+    memcpy(out + c.dim, &codes, sizeof codes);
+}
+
+void Step::project_head(int layer, int unit, int part, int parts, Scratch& s) {
     const Layer& l = m.layer(layer);
     const bool is_q = unit < c.heads, is_v = unit >= c.heads + c.kv_heads;
     const int head = is_q ? unit : (unit - c.heads) % c.kv_heads, strips = c.dim / kStrip;
     const Matrix& w = is_q ? l.q : is_v ? l.v : l.k;
     const float* norm = is_q ? l.q_norm : is_v ? nullptr : l.k_norm;
     const float scale = float(1.4426950408889634 / std::sqrt(double(c.dim)));
-    int row = 0;
-    for (const Tile& tile : all.normed.tiles) {
+    const size_t half = size_t(c.rope_dim / 2);
+    const size_t tiles = all.normed.tiles.size();
+    for (size_t t = tiles * size_t(part) / size_t(parts); t < tiles * size_t(part + 1) / size_t(parts); t++) {
+        const Tile& tile = all.normed.tiles[t];
         k.product(w, head * strips, strips, tile, s.one.data(), c.dim, false);
-        for (int i = 0; i < tile.rows; i++, row++) {
+        for (int i = 0; i < tile.rows; i++) {
+            const int row = tile.first + i;
             float* x = s.one.data() + i * c.dim;
             if (norm) k.rms_norm(x, norm, c.dim, c.eps, x);
-            if (!is_v) rotate(x, row);
-            if (is_q) k.to_bf16_row(x, c.dim, scale, q.data() + (size_t(row) * c.heads + head) * c.dim);
+            if (!is_v) k.rotate(x, cosines.data() + size_t(row) * half, sines.data() + size_t(row) * half, int(half));
+            if (is_q) write_q(x, scale, q.data() + (size_t(row) * c.heads + head) * c.dim * 2);
             else write_kv(layer, head, row, x, is_v);
         }
     }
@@ -300,9 +319,9 @@ void Step::walk(const Batch& batch, int layer, int head, int from, int to, int s
                 blocks.second = other.second;
             }
         }
-        const uint16_t* kv0 = m.kv(blocks.first, layer, head);
-        const uint16_t* kv1 = blocks.second < 0 ? kv0 : m.kv(blocks.second, layer, head);
-        const uint16_t *next0 = nullptr, *next1 = nullptr;
+        const uint8_t* kv0 = m.kv(blocks.first, layer, head);
+        const uint8_t* kv1 = blocks.second < 0 ? kv0 : m.kv(blocks.second, layer, head);
+        const uint8_t *next0 = nullptr, *next1 = nullptr;
         const int ahead = batch.queries[size_t(to - 1)].position - (span + 1) * kSpan;
         if (ahead >= 0) next0 = m.kv(table(to - 1)[size_t(span) * 2 + 2], layer, head);
         if (ahead >= kBlock) next1 = m.kv(table(to - 1)[size_t(span) * 2 + 3], layer, head);
@@ -310,7 +329,7 @@ void Step::walk(const Batch& batch, int layer, int head, int from, int to, int s
         for (int i = from; i < to;) {
             int j = i;
             while (j < to && batch.queries[size_t(j)].position >= span * kSpan) j++;
-            if (j > i) k.attend(kv0, kv1, next0, next1, s.rows.data() + (i - base), j - i, span * kSpan, heads);
+            if (j > i) k.attend[c.kv_bits == 8](kv0, kv1, next0, next1, s.rows.data() + (i - base), j - i, span * kSpan, heads);
             i = j + 1;
         }
     }
@@ -323,12 +342,13 @@ void Step::attend(Batch& batch, int layer, int unit, Scratch& s) {
         const QueryRow& at = batch.queries[size_t(i)];
         float* state = s.state.data() + (i - span.from) * floats;
         k.start_row(state, heads);
-        s.rows[size_t(i - span.from)] = {q.data() + (size_t(at.source) * c.heads + head * heads.group) * c.dim, state, at.position + 1};
+        s.rows[size_t(i - span.from)] = {q.data() + (size_t(at.source) * c.heads + head * heads.group) * c.dim * 2, state, at.position + 1};
     }
     walk(batch, layer, head, span.from, span.to, 0, span.from, s);
     for (int i = span.from; i < span.to; i++) {
+        const Tile& tile = batch.attended.of(i);
         k.finish_row(s.rows[size_t(i - span.from)].state, heads, s.row.data());
-        k.quantise(s.row.data(), heads.group * c.dim, batch.attended.of(i), batch.attended.index_of[size_t(i)], head * heads.group * c.dim);
+        k.quantise(s.row.data(), heads.group * c.dim, tile, i - tile.first, head * heads.group * c.dim);
     }
 }
 
@@ -346,12 +366,26 @@ void Step::gate_up(Batch& batch, const Layer& l, int unit, Scratch& s) {
 void Step::project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter) {
     const int most = strips_of(batch, c.embd), all_strips = c.embd / kStrip;
     share(counter, units_of(batch, c.embd), [&](int unit) {
-        float* x = batch.x.data() + unit * most * kStrip;
+        float* x = batch.x + unit * most * kStrip;
         for (const Tile& tile : acts.tiles) {
             k.product(w, unit * most, std::min(most, all_strips - unit * most), tile, x, c.embd, true);
             x += size_t(tile.rows) * size_t(c.embd);
         }
     });
+}
+
+void Step::take_best(const float* x, int n, int first, size_t count, Best& best) const {
+    float largest = -INFINITY;
+    int token = 0;
+    k.best_of(x, n, first, largest, token, best.bad);
+    if (largest > best.value) best.value = largest, best.token = token;
+    Top& top = best.top;
+    if (count == 0 || (top.size() == count && !(largest > top.back().first))) return;
+    for (int i = 0; i < n; i++) {
+        if (top.size() == count && !(x[i] > top.back().first)) continue;
+        if (top.size() == count) top.pop_back();
+        top.insert(std::upper_bound(top.begin(), top.end(), x[i], [](float a, const auto& b) { return a > b.first; }), {x[i], first + i});
+    }
 }
 
 void Step::vocabulary(int unit, Scratch& s) {
@@ -361,9 +395,8 @@ void Step::vocabulary(int unit, Scratch& s) {
         k.product(m.head(), unit * (kHeadWidth / kStrip), (width + kStrip - 1) / kStrip, tile, s.one.data(), kHeadWidth, false);
         for (int i = 0; i < tile.rows; i++, row++) {
             const float* x = s.one.data() + i * kHeadWidth;
-            Best& best = s.best[size_t(row)];
             if (logits_of[size_t(row)]) memcpy(logits_of[size_t(row)] + first, x, size_t(width) * 4);
-            else k.best_of(x, width, first, best.value, best.token, best.bad);
+            else take_best(x, width, first, top_of[size_t(row)], s.best[size_t(row)]);
         }
     }
 }
@@ -371,19 +404,20 @@ void Step::vocabulary(int unit, Scratch& s) {
 void Step::pass(int thread) {
     Scratch& s = scratch[size_t(thread)];
     size_t counter = 0;
+    const int parts = all.normed.tiles.size() < 16 ? 1 : 4;  // of the rows: a head is too large a unit for the end of a phase
     share(counter++, all.rows, [&](int row) { embed(row); });
     meet(thread, kEmbed);
     for (int i = 0; i < c.layers; i++) {
         const Layer& l = m.layer(i);
         normalise(all, counter++, l.attn_norm, s);
         meet(thread, kNorm);
-        share(counter++, c.heads + 2 * c.kv_heads, [&](int unit) { project_head(i, unit, s); });
+        share(counter++, (c.heads + 2 * c.kv_heads) * parts, [&](int unit) { project_head(i, unit / parts, unit % parts, parts, s); });
         meet(thread, kQkv);
         Batch& b = i + 1 < c.layers ? all : last;
         if (!b.rows) return;
         if (&b == &last && thread == 0)
             for (int r = 0; r < last.rows; r++)
-                memcpy(last.x.data() + size_t(r) * size_t(c.embd), all.x.data() + size_t(last.queries[size_t(r)].source) * size_t(c.embd), size_t(c.embd) * 4);
+                memcpy(last.x + size_t(r) * size_t(c.embd), all.x + size_t(last.queries[size_t(r)].source) * size_t(c.embd), size_t(c.embd) * 4);
         share(counter++, int(b.spans.size()) * c.kv_heads, [&](int unit) { attend(b, i, unit, s); });
         meet(thread, kAttention);
         project(b, b.attended, l.o, counter++);
@@ -401,58 +435,61 @@ void Step::pass(int thread) {
     meet(thread, kHead);
 }
 
-// The most likely token of each row of `last`, of equals the lowest; -1 where a logit was not finite.
-std::vector<int> Step::best() const {
-    std::vector<int> out;
-    for (int r = 0; r < last.rows; r++) {
-        Best best = {-INFINITY, -1, 0.f};
+// The most likely tokens of each row of `last`, of equals the lowest; -1 and none where a logit was not finite.
+std::vector<Best> Step::best() const {
+    std::vector<Best> out(size_t(last.rows));
+    for (size_t r = 0; r < out.size(); r++) {
+        Best& best = out[r];
         for (const auto& s : scratch) {
-            const Best& b = s.best[size_t(r)];
+            const Best& b = s.best[r];
             best.bad += b.bad;
             if (b.value > best.value || (b.value == best.value && b.token < best.token)) best.value = b.value, best.token = b.token;
+            best.top.insert(best.top.end(), b.top.begin(), b.top.end());
         }
-        out.push_back(best.bad == 0.f ? best.token : -1);
+        if (best.bad != 0.f) best.token = -1, best.top.clear();
+        std::sort(best.top.begin(), best.top.end(), [](const auto& a, const auto& b) { return a.first != b.first ? a.first > b.first : a.second < b.second; });
+        best.top.resize(std::min(best.top.size(), top_of[r]));
     }
     return out;
 }
 
 // -- the model's face -----------------------------------------------------------------------------------------------
 
-
-
-std::vector<std::vector<int>> Model::run(const Plan& plan, float* logits) {
+Answer Model::run(const Plan& plan, float* logits) {
     check(plan);
     const size_t block = block_bytes(config_);
     for (auto [from, to] : plan.copies) {
         if (from != to) memcpy(kv(to, 0, 0), kv(from, 0, 0), block);
         written_[size_t(to)] = written_[size_t(from)];
     }
-    std::vector<std::vector<int>> tokens;
+    Answer answer;
+    auto& tokens = answer.tokens;
     for (const auto& seq : plan.sequences)
         if (seq.want == Want::kArgmax) tokens.emplace_back();
-    if (plan.sequences.empty()) return tokens;
+    if (plan.sequences.empty()) return answer;
     if (!step_) step_ = std::make_shared<Step>(*this);
     Plan now = plan;
     for (int link = 0; link < plan.chain; link++) {
         step_->prepare(now, logits);
         pool_->run([](void* step, int thread) { static_cast<Step*>(step)->pass(thread); }, step_.get());
-        const auto best = step_->best();
-        std::vector<int> of(plan.sequences.size(), -1);
-        for (size_t r = 0; r < best.size(); r++) of[size_t(step_->last.queries[r].sequence)] = best[r];
+        auto best = step_->best();
+        std::vector<Best*> of(plan.sequences.size(), nullptr);
+        for (size_t r = 0; r < best.size(); r++) of[size_t(step_->last.queries[r].sequence)] = &best[r];
         size_t out = 0;
         for (size_t s = 0; s < now.sequences.size(); s++) {
             Sequence& seq = now.sequences[s];
+            if (seq.want == Want::kTop) answer.tops.push_back(std::move(of[s]->top));
             if (seq.want != Want::kArgmax) continue;
             const bool ended = !tokens[out].empty() && tokens[out].back() < 0;  // not finite: nothing that follows is
-            tokens[out++].push_back(ended ? -1 : of[s]);
+            tokens[out++].push_back(ended ? -1 : of[s]->token);
             seq.start += int(seq.tokens.size());
-            seq.tokens.assign(1, std::max(of[s], 0));
+            seq.tokens.assign(1, std::max(of[s]->token, 0));
         }
     }
     for (const auto& seq : plan.sequences)
         for (int i = 0; i < int(seq.tokens.size()) + plan.chain - 1; i++)
             written_[size_t(seq.table[size_t((seq.start + i) / kBlock)])] |= 1u << ((seq.start + i) % kBlock);
-    return tokens;
+    return answer;
 }
 
 std::vector<std::pair<std::string, double>> Model::profile() const {
