@@ -256,8 +256,8 @@ class Scheduler:
         if leader is None:
             return False
         until = min(common_prefix(self.kv.tree_tokens(leader), self.kv.tree_tokens(seq)), len(seq.tokens) - 1)
-        if self.spec.recurrent:  # its state can be taken up where a block ends and the leader keeps it
-            until = until // size * size
+        if self.spec.recurrent:  # its state can be taken up where a block ends and the leader still has tokens to feed
+            until = min(until, len(leader.tokens) - 1) // size * size
         if until < (depth - 1) * size or leader.computed >= until:  # the hashes collided, or it is done
             return False
         self.kv.mark(leader, until)

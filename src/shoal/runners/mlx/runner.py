@@ -121,6 +121,8 @@ class MLXRunner:
             live = self._live.get(seq_id)
             if live is not None:
                 self._forget(seq_id, live)
+        if not any(seq_id in self._live for seq_id in self._batch.ids):
+            self._batch, self._ahead = Rows([], [], []), None
 
     def close(self) -> None:
         """Free weights, rows and blocks. Idempotent."""
@@ -155,6 +157,8 @@ class MLXRunner:
             self._store.copy(source, destination)
         self._make_way(plan)
         for item in plan.sequences:
+            if item.save is not None and item.want is not Want.NOTHING:
+                raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
             self._admit(item)
         for item in plan.sequences:
             self._claim(item, plan.chain)
