@@ -253,8 +253,8 @@ class Receipt:
     `cached_tokens` were taken from the prefix tree when the request first joined the batch, `computed_tokens`
     were fed to the model (again after each of `preemptions`), `shared_with` other requests held its first block
     with it. `miss` is why no more was cached: `cold` (nothing alike was seen), `diverged` (the tokens differ from
-    there on), `evicted` (it was there, memory ran out), `checkpoint` (more is there, but recurrent state was not
-    kept at that token), `stale` (an old version of its namespace), `off`, or None when nothing was missing.
+    there on), `evicted` (it was there, memory ran out), `checkpoint` (more is there, but recurrent state was not kept
+    at that token), `stale` (an old version of its namespace), `off`, or None when nothing was missing.
     """
 
     cached_tokens: int = 0

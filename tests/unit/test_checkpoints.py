@@ -71,6 +71,13 @@ def test_a_leader_keeps_what_its_followers_wait_for() -> None:
     assert [t.seq.cached_tokens for t in tickets] == [0, 64, 64, 64, 64]
 
 
+@pytest.mark.parametrize("length", [64, 65, 96])
+def test_a_follower_may_extend_the_whole_of_its_leader(length: int) -> None:
+    bench = Bench()
+    leader, follower = bench.run(list(range(length)), [*range(length), 200, 201])
+    assert (leader.seq.cached_tokens, follower.seq.cached_tokens) == (0, (length - 1) // SIZE * SIZE)
+
+
 def test_a_prefix_computed_for_others_is_kept_to_its_last_token() -> None:
     bench = Bench()
     bench.run(list(range(75)), prefill_only=True)

@@ -50,8 +50,8 @@ class Leaders:
         if leader is None:
             return False
         until = min(common_prefix(self._kv.tree_tokens(leader), self._kv.tree_tokens(seq)), len(seq.tokens) - 1)
-        if self._kv.checkpoints is not None:  # recurrent state goes on where a block ends and its state is kept
-            until = until // size * size
+        if self._kv.checkpoints is not None:  # state goes on where a block ends and the leader still has tokens to feed
+            until = min(until, len(leader.tokens) - 1) // size * size
         if until < (depth - 1) * size or leader.computed >= until:  # the hashes collided, or it is done
             return False
         self._kv.mark(leader, until)

@@ -106,6 +106,8 @@ class FakeRunner:
         for item in plan.sequences:
             logits = self._feed(item, item.tokens, item.start, item.generated)
             if item.save is not None:
+                if item.want is not Want.NOTHING:
+                    raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
                 self._checkpoints[item.save] = self._state[item.seq_id]
             if item.want is Want.LOGITS:
                 rows.append(logits)

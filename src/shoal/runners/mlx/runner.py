@@ -50,6 +50,7 @@ class MLXRunner:
         self._owner: dict[BlockId, SeqId] = {}
         self._live: dict[SeqId, Live] = {}
         self._batch = Rows([], [], [])
+        self._wired_before: int | None = None
         self._ahead: Ahead | None = None
         self._may_run_ahead = loaded.window is None and not loaded.state_bytes  # only KV that can be cut is taken back
         self._states: dict[int, list[list[mx.array]]] = {}
@@ -77,10 +78,11 @@ class MLXRunner:
         """
         if cache_limit is not None:
             mx.set_cache_limit(cache_limit)
-        if mx.metal.is_available():
-            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         loaded = read_model(files, precision)
-        return cls(loaded, spec_of(loaded, kv_bytes, memory_bytes, max_step_tokens))
+        runner = cls(loaded, spec_of(loaded, kv_bytes, memory_bytes, max_step_tokens))
+        if mx.metal.is_available():  # the weights stay where the GPU reads them
+            runner._wired_before = mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        return runner
 
     @property
     def spec(self) -> ModelSpec:
@@ -119,10 +121,15 @@ class MLXRunner:
             live = self._live.get(seq_id)
             if live is not None:
                 self._forget(seq_id, live)
+        if not any(seq_id in self._live for seq_id in self._batch.ids):
+            self._batch, self._ahead = Rows([], [], []), None
 
     def close(self) -> None:
         """Free weights, rows and blocks. Idempotent."""
         self._check_thread()
+        if self._wired_before is not None:
+            mx.set_wired_limit(self._wired_before)
+            self._wired_before = None
         self._model = None
         self._store.clear()
         self._owner.clear()
@@ -150,6 +157,8 @@ class MLXRunner:
             self._store.copy(source, destination)
         self._make_way(plan)
         for item in plan.sequences:
+            if item.save is not None and item.want is not Want.NOTHING:
+                raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
             self._admit(item)
         for item in plan.sequences:
             self._claim(item, plan.chain)
