@@ -44,9 +44,7 @@ def main() -> None:
             page.wait_for_timeout(300)
             path = into / f"swarmbench-{name}.png"
             shot = Image.open(io.BytesIO(page.screenshot()))
-            shot.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=4).save(
-                path, optimize=True
-            )
+            shot.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=4).save(path, optimize=True)
             print(f"{path.relative_to(ROOT)}: {path.stat().st_size} bytes")
         browser.close()
 
