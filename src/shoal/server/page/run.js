@@ -34,6 +34,7 @@ export class RunView {
     this.views = [];
     this.waiting = false;
     this.tilesAt = 0;
+    this.singles = new Map(); // tokens per second of one stream, by model, for runs that do not show it themselves
     this.turn = 0;
     this.next = 0; // the card that is looked at first
     this.seen = 0; // the last frame
@@ -104,6 +105,7 @@ export class RunView {
     this.tiles();
     if (!this.running) this.settle();
     this.changed(this.document, again);
+    this.wake();
   }
 
   head() {
@@ -118,14 +120,13 @@ export class RunView {
   take(frame) {
     apply(this.document, frame);
     if (frame.end) {
-      this.paint(performance.now(), true);
       this.head();
       this.settle();
       announce(`All have ended: ${this.outcome()}`);
       this.changed(this.document, true);
-      return;
+    } else if (frame.phase === "together") {
+      this.listenFor(frame.cards);
     }
-    if (frame.phase === "together") this.listenFor(frame.cards);
     this.wake();
   }
 
@@ -137,8 +138,8 @@ export class RunView {
     }
   }
 
-  /** Bring the screen up to date; `whole` at the end, when nothing may be left for a later frame. */
-  paint(now, whole) {
+  /** Bring the screen up to date, as far as one frame has time for it. */
+  paint(now) {
     if (!this.document) return;
     this.strip.draw();
     const begin = performance.now();
@@ -152,14 +153,14 @@ export class RunView {
       const view = this.views[at];
       if (!view.dirty) continue;
       const late = performance.now() - begin > RENDER_MS;
-      if (whole || (!late && at % 2 === this.turn)) {
-        view.update(now, whole);
+      if (!late && at % 2 === this.turn) {
+        view.update(now);
       } else {
         if (late && !left) this.next = at; // first in the next frame, so that nobody starves
         left = true;
       }
     }
-    if (whole || now - this.tilesAt > TILES_MS) {
+    if (now - this.tilesAt > TILES_MS) {
       this.tiles();
       this.tilesAt = now;
     }
@@ -171,7 +172,7 @@ export class RunView {
     this.waiting = true;
     requestAnimationFrame((now) => {
       this.waiting = false;
-      this.paint(now, false);
+      this.paint(now);
     });
   }
 
@@ -186,7 +187,9 @@ export class RunView {
       if (!settings.one_by_one) say($("tile-alone-note"), "switch it on to compare");
       return;
     }
-    const single = told ?? singleRate(together.steps);
+    const { name } = this.document.model;
+    const single = told ?? singleRate(together.steps) ?? this.singles.get(name);
+    if (single) this.singles.set(name, single);
     say($("tile-rate"), `${Math.round(sum.tokens_per_s)} tok/s`);
     const times = single ? `, ${(sum.tokens_per_s / single).toFixed(1)}× one stream (${Math.round(single)})` : "";
     say($("tile-rate-note"), `${seconds(sum.wall_s)}${times}`);
