@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.browser.conftest import CHROMIUM
-from tests.browser.page import MODEL, QUESTION, Bench
+from tests.browser.conftest import CHROMIUM, MODEL
+from tests.browser.page import QUESTION, Bench
 
 from shoal.models import Store
 from shoal.server.page_files import ROOT

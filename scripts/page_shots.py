@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
-from tests.browser.conftest import CHROMIUM
-from tests.browser.page import MODEL, QUESTION, Bench
+from tests.browser.conftest import CHROMIUM, MODEL
+from tests.browser.page import QUESTION, Bench
 from tests.server.live import Live
 
 from shoal.engine import Engine

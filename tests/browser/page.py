@@ -8,8 +8,6 @@ from typing import Any, Self
 
 from playwright.sync_api import Locator, Page, expect
 
-MODEL = "smollm2-135m"
-TWIN = "twin"
 QUESTION = "Should our town build a swimming pool?"
 expect.set_options(timeout=30_000)  # two busy cores
 

@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
 from playwright.sync_api import Page, expect
 
 from shoal.engine import Engine

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
 from playwright.sync_api import BrowserContext, Page, expect
 
-from tests.browser.page import MODEL, QUESTION, TWIN, Bench
+from tests.browser.conftest import MODEL, TWIN
+from tests.browser.page import QUESTION, Bench
 from tests.server.live import Live
 
 LONG = 2000  # tokens: longer than any test looks

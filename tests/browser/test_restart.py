@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
 from playwright.sync_api import Page, expect
 
-from tests.browser.page import MODEL, QUESTION, Bench
+from tests.browser.conftest import MODEL
+from tests.browser.page import QUESTION, Bench
 
 
 def free_port() -> int:
