@@ -86,6 +86,7 @@ def test_scripts_and_links_in_an_answer_stay_text(page: Page, hostile: Live) -> 
         assert page.evaluate("window.hacked") is None
         page.reload()
         expect(page.locator("#run-title")).to_have_text(question)
+        bench.wait_end()
     assert [url for url in asked if not url.startswith(hostile.url)] == []
 
 

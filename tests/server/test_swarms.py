@@ -142,7 +142,7 @@ def test_without_sharing_nothing_is_cached(live: Live) -> None:
 
 
 def test_a_card_is_stopped_alone(slow: Live) -> None:
-    run = begin(slow, max_tokens=60)
+    run = begin(slow, max_tokens=150)
     stopped = False
     for _, _, data in follow(slow, run):
         if not stopped and any(card["tokens"] > 4 for card in data.get("cards", ())):
