@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
-from tests.browser.conftest import CHROMIUM
-from tests.browser.page import MODEL, QUESTION, Bench
+from tests.browser.conftest import CHROMIUM, MODEL
+from tests.browser.page import QUESTION, Bench
 from tests.server.live import Live
 
 from shoal.engine import Engine
@@ -44,9 +44,7 @@ def main() -> None:
             page.wait_for_timeout(300)
             path = into / f"swarmbench-{name}.png"
             shot = Image.open(io.BytesIO(page.screenshot()))
-            shot.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-                path, optimize=True
-            )
+            shot.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=4).save(path, optimize=True)
             print(f"{path.relative_to(ROOT)}: {path.stat().st_size} bytes")
         browser.close()
 

@@ -92,9 +92,14 @@ def synthesis_messages(question: str, reader: Specialist, notes: Sequence[tuple[
 
 
 def swarm_requests(
-    question: str, team: Sequence[Specialist], sampling: SamplingParams, *, sharing: bool = True
+    question: str,
+    team: Sequence[Specialist],
+    sampling: SamplingParams,
+    *,
+    sharing: bool = True,
+    deadline_s: float | None = None,
 ) -> list[Request]:
-    """One request per specialist, each with a seed of its own drawn from `sampling.seed`.
+    """One request per specialist, each with a seed of its own drawn from `sampling.seed`, and with that deadline.
 
     Without `sharing` each is in a namespace that nobody else has, so that no prefix is found or left.
     Raises `InvalidRequestError` for a question without text.
@@ -108,7 +113,7 @@ def swarm_requests(
         own = dataclasses.replace(sampling, seed=seed)
         space = Namespace() if sharing else _alone()
         chat = swarm_messages(question, specialist)
-        requests.append(Request(messages=chat, sampling=own, group="swarm", namespace=space))
+        requests.append(Request(messages=chat, sampling=own, group="swarm", namespace=space, deadline_s=deadline_s))
     return requests
 
 
@@ -214,10 +219,11 @@ class Swarm:
         serial: bool = False,
         synthesis: Specialist | None = None,
         sharing: bool = True,
+        deadline_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises `InvalidRequestError` for a question without text."""
-        self._requests = swarm_requests(question, team, sampling, sharing=sharing)
+        self._requests = swarm_requests(question, team, sampling, sharing=sharing, deadline_s=deadline_s)
         self.cards = [Card(specialist) for specialist in team]
         self.synthesis = Card(synthesis) if synthesis is not None else None
         self._question = question.strip()

@@ -7,20 +7,22 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-
-pytest.importorskip("fastapi", reason="the extra `server` is not installed")
-pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from shoal.engine import Engine
 from shoal.errors import ShoalError
 from shoal.models import Store
-from tests.browser.page import MODEL, TWIN, Bench
-from tests.server.live import Live
 
+if TYPE_CHECKING:  # the test modules are skipped where playwright is not installed; this file is not
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+    from tests.browser.page import Bench
+    from tests.server.live import Live
+
+MODEL = "smollm2-135m"
+TWIN = "twin"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -28,6 +30,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as driver:
         # Chromium's own sandbox wants more rights than containers give; what it shows here is our own page.
         launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
@@ -63,6 +67,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def live(home: Path) -> Iterator[Live]:
     """The real model, served with a history on disk; whatever is asked for, its weights are loaded."""
+    from tests.server.live import Live
 
     def load(name: str) -> Engine:
         return Engine.load(MODEL, max_batch=8)
@@ -92,4 +97,6 @@ def page(context: BrowserContext) -> Iterator[Page]:
 @pytest.fixture
 def bench(page: Page, live: Live) -> Bench:
     """The page on the real model, few tokens to an answer."""
+    from tests.browser.page import Bench
+
     return Bench(page, live.url).open(maxTokens=24)

@@ -8,8 +8,7 @@ from typing import Any, Self
 
 from playwright.sync_api import Locator, Page, expect
 
-MODEL = "smollm2-135m"
-TWIN = "twin"
+HOT = 2.0  # a temperature at which the model does not end by itself
 QUESTION = "Should our town build a swimming pool?"
 expect.set_options(timeout=30_000)  # two busy cores
 

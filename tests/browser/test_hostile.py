@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
 from playwright.sync_api import Page, expect
 
 from shoal.engine import Engine
@@ -82,6 +86,7 @@ def test_scripts_and_links_in_an_answer_stay_text(page: Page, hostile: Live) -> 
         assert page.evaluate("window.hacked") is None
         page.reload()
         expect(page.locator("#run-title")).to_have_text(question)
+        bench.wait_end()
     assert [url for url in asked if not url.startswith(hostile.url)] == []
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
 from playwright.sync_api import BrowserContext, Page, expect
 
-from tests.browser.page import MODEL, QUESTION, TWIN, Bench
+from tests.browser.conftest import MODEL, TWIN
+from tests.browser.page import HOT, QUESTION, Bench
 from tests.server.live import Live
 
-LONG = 2000  # tokens: longer than any test looks
+LONG: dict[str, Any] = {"maxTokens": 2000, "temperature": HOT}  # goes on for longer than any test looks
 SHIFT = """
 window.shift = 0;
 new PerformanceObserver((list) => {
@@ -55,7 +61,7 @@ def test_the_strip_tells_who_was_in_a_step(bench: Bench) -> None:
 
 
 def test_one_card_is_stopped_and_the_others_go_on(page: Page, live: Live) -> None:
-    bench = Bench(page, live.url).open(maxTokens=80)
+    bench = Bench(page, live.url).open(maxTokens=150, temperature=HOT)
     bench.ask()
     bench.wait_writing(6)
     bench.card(6).get_by_role("button", name="Stop").click()
@@ -67,7 +73,7 @@ def test_one_card_is_stopped_and_the_others_go_on(page: Page, live: Live) -> Non
 
 
 def test_all_are_stopped(page: Page, live: Live) -> None:
-    bench = Bench(page, live.url).open(maxTokens=LONG)
+    bench = Bench(page, live.url).open(**LONG)
     bench.ask()
     bench.wait_writing(6)
     page.get_by_role("button", name="Stop all").click()
@@ -92,7 +98,7 @@ def test_one_by_one_shows_both_times(bench: Bench) -> None:
 @pytest.mark.parametrize("choice", ["Let it finish", "End it now"])
 def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str) -> None:
     waits = choice == "Let it finish"
-    bench = Bench(page, live.url).open(maxTokens=50 if waits else LONG)
+    bench = Bench(page, live.url).open(**{**LONG, "maxTokens": 150 if waits else 2000})
     before = live.http.get("/v1/page").json()["model"]
     other = TWIN if before == MODEL else MODEL
     bench.ask()
@@ -116,7 +122,7 @@ def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str
 
 
 def test_a_run_survives_a_reload(page: Page, live: Live) -> None:
-    bench = Bench(page, live.url).open(maxTokens=80)
+    bench = Bench(page, live.url).open(maxTokens=150, temperature=HOT)
     run = bench.ask()
     bench.wait_writing(6)
     page.reload()
@@ -145,6 +151,7 @@ def test_history_is_searched_reopened_renamed_and_deleted(bench: Bench) -> None:
     items.locator(".open").click()
     expect(page.locator("#run-title")).to_have_text("What do owls eat?")
     expect(bench.cards).to_have_count(3)
+    bench.wait_end()
     assert bench.texts() == texts
     with page.expect_download() as download:
         items.get_by_role("button", name="Export as Markdown").click()
@@ -184,7 +191,7 @@ def browser_phone(context: BrowserContext) -> Page:
 
 
 def test_the_keyboard_is_enough(page: Page, live: Live) -> None:
-    bench = Bench(page, live.url).open(maxTokens=LONG)
+    bench = Bench(page, live.url).open(**LONG)
     expect(page.locator("#question")).to_be_focused()
     page.keyboard.type(QUESTION)
     page.keyboard.press("Enter")

@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
 from playwright.sync_api import Page, expect
 
-from tests.browser.page import MODEL, QUESTION, Bench
+from tests.browser.conftest import MODEL
+from tests.browser.page import HOT, QUESTION, Bench
 
 
 def free_port() -> int:
@@ -42,7 +48,7 @@ def serving(port: int, home: Path) -> Iterator[subprocess.Popen[str]]:
 def test_the_page_finds_a_server_that_was_killed_and_started_again(page: Page, home: Path) -> None:
     port = free_port()
     with serving(port, home) as server:
-        bench = Bench(page, f"http://127.0.0.1:{port}").open(maxTokens=4000)
+        bench = Bench(page, f"http://127.0.0.1:{port}").open(maxTokens=4000, temperature=HOT)
         run = bench.ask()
         bench.wait_writing(6)
         page.wait_for_timeout(1200)  # the record is saved once a second

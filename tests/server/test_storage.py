@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shoal.engine import Engine
 from shoal.models import Store
 from tests.server.live import Live, error_of, toy
 
@@ -53,6 +55,25 @@ def test_a_model_is_deleted_but_not_the_one_in_use(live: Live, home: Path) -> No
     assert not (home / "models" / "org--two").exists()
     assert live.http.delete("/v1/storage/org/two").status_code == 404
     assert live.http.delete("/v1/storage/..%2f..").status_code == 404
+
+
+def test_a_model_that_is_being_loaded_is_not_deleted(home: Path) -> None:
+    loading, go = threading.Event(), threading.Event()
+
+    def load(name: str) -> Engine:
+        loading.set()
+        go.wait(10)
+        return toy()
+
+    with Live(toy(), load, name="one") as server:
+        switch = threading.Thread(target=lambda: server.post("/v1/models/load", {"model": "org/two"}))
+        switch.start()
+        assert loading.wait(10)
+        answer = server.http.delete("/v1/storage/org/two")
+        go.set()
+        switch.join(10)
+        assert (answer.status_code, error_of(answer)["code"]) == (409, "model_in_use")
+    assert (home / "models" / "org--two").exists()
 
 
 def test_a_pull_is_told_of_until_it_ends(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_without_sharing_nothing_is_cached(live: Live) -> None:
 
 
 def test_a_card_is_stopped_alone(slow: Live) -> None:
-    run = begin(slow, max_tokens=60)
+    run = begin(slow, max_tokens=150)
     stopped = False
     for _, _, data in follow(slow, run):
         if not stopped and any(card["tokens"] > 4 for card in data.get("cards", ())):
@@ -334,3 +334,23 @@ def test_many_follow_one_run(slow: Live) -> None:
         thread.join(30)
     assert len(got) == 5
     assert all(entry == got[0] for entry in got)
+
+
+def test_the_servers_deadline_holds_for_agents_too() -> None:
+    with Live(toy(step_s=0.01), request_timeout_s=0.3) as live:
+        told = finished(live, begin(live, max_tokens=2000))
+    assert told["state"] == "failed"
+    late = [card for card in told["together"]["cards"][:8] if card["finish_reason"] == "timeout"]
+    assert late
+    assert {(card["state"], card["error"]) for card in late} == {("failed", "its deadline passed")}
+
+
+def test_old_runs_leave_the_memory_and_stay_in_the_history(live: Live) -> None:
+    runs = [begin(live, max_tokens=1, agents=AGENTS[:1], synthesis=False, question=f"Old {n}?") for n in range(4)]
+    for number in range(20):
+        runs.append(begin(live, max_tokens=1, agents=AGENTS[:1], synthesis=False, question=f"New {number}?"))
+        events(live, runs[-1])
+    for run in runs:
+        told = finished(live, run)
+        assert (told["id"], told["state"]) == (run, "done")
+    assert [name for _, name, _ in events(live, runs[0])] == ["snapshot", "end"]  # no frames are kept of it

@@ -48,24 +48,23 @@ def quantize_gguf(source: Path, target: Path, kind: str, progress: Progress | No
         raise ConfigError(f"{target} exists", value=str(target), hint="give another name, or delete it first")
     model = read_gguf(source)
     work = target.with_name(f".{target.name}.{os.getpid()}")
+    tensors = list(model.tensors.values())
+    total = sum(int(np.prod(tensor.shape)) for tensor in tensors)
+    done, changed, power, count = 0, 0.0, 0.0, 0
     try:
-        writer = _begin(source, work, model.architecture, kind)
-        tensors = list(model.tensors.values())
-        total = sum(int(np.prod(tensor.shape)) for tensor in tensors)
-        done, changed, power, count = 0, 0.0, 0.0, 0
-        for tensor in tensors:
-            error, squares = _add(writer, tensor, kind)
-            changed, power, count = changed + error, power + squares, count + (squares > 0)
-            done += int(np.prod(tensor.shape))
-            if progress is not None:
-                progress(done, total)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        with contextlib.closing(_begin(source, work, model.architecture, kind)) as writer:
+            for tensor in tensors:
+                error, squares = _add(writer, tensor, kind)
+                changed, power, count = changed + error, power + squares, count + (squares > 0)
+                done += int(np.prod(tensor.shape))
+                if progress is not None:
+                    progress(done, total)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
         work.replace(target)
-    except OSError as error:
-        raise store_error(error, target) from error
+    except OSError as failure:
+        raise store_error(failure, target) from failure
     finally:
         with contextlib.suppress(OSError):
             work.unlink(missing_ok=True)

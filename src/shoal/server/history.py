@@ -52,10 +52,14 @@ class History:
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._migrate()
-            self._mark_interrupted()
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = NORMAL")
+                self._migrate()
+                self._mark_interrupted()
+            except BaseException:
+                self._db.close()
+                raise
 
     def save(self, document: dict[str, Any]) -> None:
         """Write a run's record over what there was of it. A title that was changed meanwhile stands."""

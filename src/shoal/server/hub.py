@@ -167,6 +167,12 @@ class ModelHub:
         self._switching = name
 
     @property
+    def in_use(self) -> set[str]:
+        """Names whose files are needed: of the served model, and of one that is being loaded."""
+        names = {self.served.name} if self.served is not None else set()
+        return names | ({self._switching} if self._switching is not None else set())
+
+    @property
     def lock(self) -> asyncio.Lock:
         """Held while the engine is exchanged."""
         return self._lock

@@ -75,8 +75,7 @@ class Storage:
 
     def remove(self, name: str) -> int:
         """Delete a model; gives the bytes freed. ApiError 409 for one in use; `ModelNotFoundError`, `StoreError`."""
-        served = self._hub.served
-        if served is not None and served.name == name:
+        if name in self._hub.in_use:
             raise ApiError(409, f"{name} is loaded; switch to another model first", param="name", code="model_in_use")
         if name in self._pulls and not self._pulls[name].finished:
             raise ApiError(409, f"{name} is being fetched", param="name", code="model_in_use")

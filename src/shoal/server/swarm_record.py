@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.server.swarm_steps import StepLog
 from shoal.swarm import Card, Specialist, State, Summary
+from shoal.types import FinishReason, Result
 
 Document = dict[str, Any]
 
@@ -73,8 +74,15 @@ def card_numbers(card: Card, now: float, began: float) -> Document:
         "prompt_tokens": 0 if seq is None else seq.prompt_len,
         "cached_tokens": 0 if seq is None else seq.cached_tokens,
         "finish_reason": None if result is None else str(result.finish_reason),
-        "error": None if result is None or result.error is None else str(result.error),
+        "error": None if result is None else _why(result),
     }
+
+
+def _why(result: Result) -> str | None:
+    """What went wrong, in words."""
+    if result.finish_reason is FinishReason.TIMEOUT:
+        return "its deadline passed"
+    return None if result.error is None else str(result.error)
 
 
 def phase_summary(summary: Summary, log: StepLog) -> Document:

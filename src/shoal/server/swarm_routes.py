@@ -7,6 +7,7 @@ import secrets
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Header, Query
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from shoal import __version__
@@ -37,7 +38,7 @@ def add_page(app: FastAPI, api: Api) -> None:
     api.hub.closing.append(runs.close)
     _file_routes(app)
     _page_routes(app, api, runs)
-    _run_routes(app, runs)
+    _run_routes(app, api, runs)
     _history_routes(app, runs)
     _storage_routes(app, Storage(api.hub), runs)
 
@@ -92,9 +93,11 @@ async def _set_stall(engine: Any, wanted: dict[str, float]) -> None:
         await asyncio.to_thread(engine.set_max_stall, ms)
 
 
-def _run_routes(app: FastAPI, runs: SwarmRuns) -> None:
+def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
     @app.post("/v1/swarms")
-    async def start(body: SwarmRequest) -> dict[str, Any]:
+    async def start(http: HttpRequest, body: SwarmRequest) -> dict[str, Any]:
+        if api.config.log_prompts:
+            http.scope["state"]["record"]["body"] = body.model_dump(exclude_none=True)
         order = SwarmOrder(
             question=body.question,
             team=tuple(agent.specialist() for agent in body.agents),
@@ -104,6 +107,7 @@ def _run_routes(app: FastAPI, runs: SwarmRuns) -> None:
             synthesis=body.synthesis,
             one_by_one=body.one_by_one,
             sharing=body.sharing,
+            deadline_s=api.config.request_timeout_s,
         )
         run = await runs.start(order, body.model)
         return {"id": run.id, "title": run.document["title"], "seed": order.seed}

@@ -32,7 +32,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class SwarmOrder:
     """What was asked for. `one_by_one`: run the agents once more, one after another, to compare the times.
 
-    `sharing`: whether the agents may share KV of what their prompts begin with.
+    `sharing`: whether the agents may share KV of what their prompts begin with. `deadline_s` is that of each agent.
     """
 
     question: str
@@ -43,6 +43,7 @@ class SwarmOrder:
     synthesis: bool
     one_by_one: bool
     sharing: bool
+    deadline_s: float | None = None
 
     def settings(self) -> dict[str, Any]:
         """What is not the question and the team."""
@@ -151,6 +152,7 @@ class SwarmRun:
             serial=not together,
             synthesis=SYNTHESIS if order.synthesis and together else None,
             sharing=order.sharing,
+            deadline_s=order.deadline_s,
         )
         log = StepLog(swarm.everyone, len(swarm.cards), self._engine.spec.block_bytes, time.perf_counter())
         return _Phase(name, swarm, log)
@@ -217,13 +219,13 @@ class SwarmRun:
         """How it ended."""
         cards = self._together.swarm.everyone
         states = {card.state for card in cards}
-        if self._note is not None or State.FAILED in states:
+        if self._note is not None or State.FAILED in states or not self._together.swarm.finished:
             state = "failed"
         else:
             state = "cancelled" if self._stopped or State.ABORTED in states else "done"
         rows = [*self._together.log.rows, *(self._alone.log.rows if self._alone is not None else ())]
         same = None
-        if self._alone is not None and self._alone.swarm.finished:
+        if self._alone is not None and self._alone.swarm.finished and not self._stopped:
             same = sum(a.text == b.text for a, b in zip(self._alone.swarm.cards, cards, strict=False))
         told = {"state": state, "note": self._note, "same_texts": same}
         return {**told, "single_tokens_per_s": single_stream_rate(rows)}

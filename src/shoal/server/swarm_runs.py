@@ -63,9 +63,6 @@ class SwarmRuns:
         self._api.hub.release(served)
         for result in run.results:
             self._api.metrics.count_generation(result)
-        ended = [known for known in self._runs.values() if known.finished]
-        for known in ended[: max(0, len(ended) - _KEPT)]:
-            del self._runs[known.id]
 
     async def _keep(self, run: SwarmRun) -> None:
         """Save a run's record now, from time to time, and at its end."""
@@ -79,8 +76,11 @@ class SwarmRuns:
                 self.history_error = str(error)
                 logger.error("history", extra={"fields": {"run": run.id, "error": str(error)}})
             if finished:
-                return
+                break
             await run.until_finished(_SAVE_S)
+        ended = [known for known in self._runs.values() if known.finished and known.id not in self._keeping]
+        for known in ended[: max(0, len(ended) - _KEPT)]:
+            del self._runs[known.id]
 
     @property
     def running(self) -> list[str]:

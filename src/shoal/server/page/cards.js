@@ -1,7 +1,7 @@
 // A card per agent. Sizes are fixed while text streams, so nothing moves; numbers change ten times a second at most.
 
 import { make, say } from "./dom.js";
-import { render } from "./markdown.js";
+import { grow, render } from "./markdown.js";
 
 const ENDED = new Set(["done", "failed", "cancelled"]);
 const LABELS = { queued: "queued", prefill: "reading", decoding: "writing", done: "done", failed: "failed", cancelled: "stopped" };
@@ -33,13 +33,7 @@ export class CardView {
       this.body,
       this.facts,
     );
-    this.body.addEventListener("scroll", () => (this.pinned = this.atEnd()), { passive: true });
-    this.pinned = true;
-    this.update(0, true);
-  }
-
-  atEnd() {
-    return this.body.scrollTop + this.body.clientHeight >= this.body.scrollHeight - 24;
+    this.element.setAttribute("aria-busy", "true");
   }
 
   get dirty() {
@@ -47,24 +41,27 @@ export class CardView {
     return shown.text !== card.text || shown.state !== card.state || (ended(card) && !shown.full);
   }
 
-  /** Show what changed; `now` in ms. With `whole`, numbers too, however short ago they were shown. */
-  update(now, whole = false) {
+  /** Show what changed; `now` in ms. Numbers follow a little later, but at once when the state changes. */
+  update(now) {
     const { card, shown } = this;
+    const turned = shown.state !== card.state;
     if (shown.text !== card.text) {
-      this.text.replaceChildren(render(card.text));
+      if (ended(card) || shown.text === null) this.text.replaceChildren(render(card.text));
+      else grow(this.text, shown.text, card.text);
       shown.text = card.text;
-      if (this.pinned && !ended(card)) this.body.scrollTop = this.body.scrollHeight;
+      shown.whole = ended(card);
     }
-    if (shown.state !== card.state) {
+    if (turned) {
+      if (ended(card) && !shown.whole) this.text.replaceChildren(render(card.text));
       this.element.dataset.state = card.state;
       this.element.setAttribute("aria-busy", String(!ended(card)));
       say(this.state, LABELS[card.state] ?? card.state);
       this.stop.hidden = ended(card);
       shown.state = card.state;
-      whole = true;
-      if (ended(card) && this.pinned) this.body.scrollTop = 0;
+      // The end was in sight while it grew (see run.css); now the beginning is, unless somebody reads elsewhere.
+      if (ended(card) && this.body.scrollTop === 0) this.body.scrollTop = -this.body.scrollHeight;
     }
-    if (whole || now - shown.at >= NUMBERS_MS) {
+    if (turned || now - shown.at >= NUMBERS_MS) {
       say(this.facts, facts(card));
       shown.at = now;
       shown.full = ended(card);

@@ -17,7 +17,9 @@ export function setUpHistory({ openRun, gone, complain }) {
   failed = complain;
   $("history-toggle").onclick = () => toggle($("history").hidden);
   $("history").addEventListener("keydown", (event) => {
-    if (event.key === "Escape") toggle(false);
+    if (event.key !== "Escape") return;
+    event.stopPropagation(); // elsewhere it stops the run
+    toggle(false);
   });
   let timer = null;
   $("search").oninput = () => {

@@ -42,3 +42,25 @@ export function render(text) {
   }
   return fragment;
 }
+
+// Words within a line that has begun mean to Markdown what they say.
+const PLAIN = /^[\p{L}\p{N} ,;'’]+$/u;
+const BEGUN = /\p{L}{2}[^\n]*$/u;
+
+/**
+ * Show the text in an element that shows its beginning `shown`. Most of what streams is a few more words: those go
+ * to the end of the last text node, which costs a hundredth of rendering all again.
+ */
+export function grow(element, shown, text) {
+  const more = text.slice(shown.length);
+  if (PLAIN.test(more) && BEGUN.test(shown) && text.startsWith(shown)) {
+    let last = element.lastChild;
+    while (last?.lastChild) last = last.lastChild;
+    const parent = last?.parentElement;
+    if (last?.nodeType === Node.TEXT_NODE && !parent.closest("a, code") && shown.endsWith(last.data.slice(-2))) {
+      last.appendData(more);
+      return;
+    }
+  }
+  element.replaceChildren(render(text));
+}

@@ -34,6 +34,9 @@ export class RunView {
     this.views = [];
     this.waiting = false;
     this.tilesAt = 0;
+    this.singles = new Map(); // tokens per second of one stream, by model, for runs that do not show it themselves
+    this.turn = 0;
+    this.next = 0; // the card that is looked at first
     this.seen = 0; // the last frame
     this.abort = null;
   }
@@ -102,6 +105,7 @@ export class RunView {
     this.tiles();
     if (!this.running) this.settle();
     this.changed(this.document, again);
+    this.wake();
   }
 
   head() {
@@ -116,21 +120,14 @@ export class RunView {
   take(frame) {
     apply(this.document, frame);
     if (frame.end) {
-      this.paint(performance.now(), true);
       this.head();
       this.settle();
       announce(`All have ended: ${this.outcome()}`);
       this.changed(this.document, true);
-      return;
+    } else if (frame.phase === "together") {
+      this.listenFor(frame.cards);
     }
-    if (frame.phase === "together") this.listenFor(frame.cards);
-    if (!this.waiting) {
-      this.waiting = true;
-      requestAnimationFrame((now) => {
-        this.waiting = false;
-        this.paint(now, false);
-      });
-    }
+    this.wake();
   }
 
   listenFor(changes) {
@@ -141,33 +138,42 @@ export class RunView {
     }
   }
 
-  paint(now, whole) {
+  /** Bring the screen up to date, as far as one frame has time for it. */
+  paint(now) {
     if (!this.document) return;
     this.strip.draw();
     const begin = performance.now();
+    const count = this.views.length;
     let left = false;
-    // The one after the last that was shown is the first, so that a budget that is used up starves nobody.
-    for (let n = 0; n < this.views.length; n++) {
-      const view = this.views[(n + (this.next ?? 0)) % this.views.length];
+    // Of two neighbours one is brought up to date in each frame: text grows sixty times a second, and the model, which
+    // may run on the same cores, keeps half of what that would cost.
+    this.turn = 1 - this.turn;
+    for (let n = 0; n < count; n++) {
+      const at = (this.next + n) % count;
+      const view = this.views[at];
       if (!view.dirty) continue;
-      if (!whole && performance.now() - begin > RENDER_MS) {
+      const late = performance.now() - begin > RENDER_MS;
+      if (!late && at % 2 === this.turn) {
+        view.update(now);
+      } else {
+        if (late && !left) this.next = at; // first in the next frame, so that nobody starves
         left = true;
-        this.next = (n + (this.next ?? 0)) % this.views.length;
-        break;
       }
-      view.update(now, whole);
     }
-    if (whole || now - this.tilesAt > TILES_MS) {
+    if (now - this.tilesAt > TILES_MS) {
       this.tiles();
       this.tilesAt = now;
     }
-    if (left && !this.waiting) {
-      this.waiting = true;
-      requestAnimationFrame((next) => {
-        this.waiting = false;
-        this.paint(next, false);
-      });
-    }
+    if (left) this.wake();
+  }
+
+  wake() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame((now) => {
+      this.waiting = false;
+      this.paint(now);
+    });
   }
 
   tiles() {
@@ -181,7 +187,9 @@ export class RunView {
       if (!settings.one_by_one) say($("tile-alone-note"), "switch it on to compare");
       return;
     }
-    const single = told ?? singleRate(together.steps);
+    const { name } = this.document.model;
+    const single = told ?? singleRate(together.steps) ?? this.singles.get(name);
+    if (single) this.singles.set(name, single);
     say($("tile-rate"), `${Math.round(sum.tokens_per_s)} tok/s`);
     const times = single ? `, ${(sum.tokens_per_s / single).toFixed(1)}× one stream (${Math.round(single)})` : "";
     say($("tile-rate-note"), `${seconds(sum.wall_s)}${times}`);
