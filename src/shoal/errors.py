@@ -99,3 +99,7 @@ class RunnerError(ShoalError):
 
 class EngineClosedError(ShoalError):
     """The engine is closed, or has failed, and takes no more requests. `__cause__` is why, if it failed."""
+
+
+class BenchmarkError(ShoalError):
+    """A measurement could not be made, or a result file is not one. `value` names the system, level or file."""

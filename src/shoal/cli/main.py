@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.cli import doctor, models, replay, run, serve, swarm
+from shoal.cli import bench, doctor, models, replay, run, serve, swarm
 from shoal.cli.console import describe
 from shoal.errors import ShoalError
 
@@ -49,6 +49,7 @@ app.add_typer(models.app, name="models")
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:
