@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from shoal.engine import Engine
+from shoal.errors import RequestError
+from shoal.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.plan import ModelSpec
-from shoal.types import Event, Request, Result
+from shoal.running import Prompt, as_request
+from shoal.types import Event, Namespace, Priority, Request, Result, SamplingParams
 
 
 class AsyncEngine:
@@ -50,7 +54,7 @@ class AsyncEngine:
         """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         put = partial(_put, asyncio.get_running_loop(), events)
-        handle = await asyncio.to_thread(self.engine.submit, request, sink=put)
+        handle = await _submitted(partial(self.engine.submit, request, sink=put))
         finished = False
         try:
             while not finished:
@@ -68,10 +72,69 @@ class AsyncEngine:
                 return event.result
         raise AssertionError("a request ended without a result")
 
+    async def expect(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        steps: int = 0,
+        compute: bool = False,
+        namespace: Namespace | None = None,
+        group: str = "",
+    ) -> Expectation | None:
+        """Announce the beginning that all `prompts` share; see `Engine.expect`. None when they share nothing.
+
+        With `compute` it is computed as well, in the lowest class and only as far as there is room: a refusal is not
+        an error, since whoever comes computes what is missing.
+        """
+        tokens = await asyncio.to_thread(self._shared, prompts)
+        if not tokens:
+            return None
+        expectation = self.engine.expect(tokens, steps=steps, namespace=namespace)
+        if compute:
+            fields = {"priority": Priority.LOW, "group": group, "namespace": namespace or Namespace()}
+            request = as_request(tokens, {"sampling": SamplingParams(max_tokens=1), **fields})
+            try:
+                with suppress(RequestError):
+                    (await self._pin(request)).release()
+            except BaseException:
+                expectation.release()
+                raise
+        return expectation
+
+    def _shared(self, prompts: Sequence[Prompt]) -> tuple[int, ...]:
+        return PrefixCache.longest_common_prefix([self.engine.intake.tokenize(as_request(p, {})) for p in prompts])
+
+    async def _pin(self, request: Request) -> PrefixCache:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        put = partial(_put, asyncio.get_running_loop(), events)
+        handle = await _submitted(partial(self.engine.prefill, request, sink=put))
+        try:
+            result = (await events.get()).result
+        except asyncio.CancelledError:
+            handle.abort()
+            raise
+        assert result is not None
+        return pinned_by(self.engine, handle, result)
+
     async def close(self) -> None:
         """End what is in flight and free the model. Idempotent."""
         if self._load is None:
             await asyncio.to_thread(self.engine.close)
+
+
+async def _submitted(submit: Callable[[], Handle]) -> Handle:
+    """Submit on a thread. When this task is cancelled meanwhile, the request is aborted as soon as it is there."""
+    submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+    try:
+        return await asyncio.shield(submitting)
+    except asyncio.CancelledError:
+        submitting.add_done_callback(_abort_orphan)
+        raise
+
+
+def _abort_orphan(submitting: asyncio.Future[Handle]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().abort()
 
 
 def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from shoal.config import EngineConfig
 from shoal.core.sequence import Status
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
-from shoal.handles import Handle, PrefixCache
+from shoal.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.intake import Admissible, Codec, Intake
 from shoal.loop import Sink, StepLoop
 from shoal.plan import ModelSpec, StepRecord
@@ -180,15 +180,16 @@ class Engine:
         Raises as `submit` does, `RunnerError` when the pass fails.
         """
         fields = {"namespace": namespace or Namespace(), "sampling": SamplingParams(max_tokens=1)}
-        handle = self._submit(self.intake.admit(as_request(prefix, fields)), None, prefill_only=True)
-        result = handle.result()
-        if result.error is not None:
-            raise result.error
-        if result.finish_reason is not FinishReason.STOP or handle.ticket is None:
-            raise EngineClosedError("the engine closed before the prefix was computed")
-        return PrefixCache(
-            self, handle.ticket.seq.seq_id, handle.admissible.tokens, handle.admissible.request.namespace
-        )
+        handle = self.prefill(as_request(prefix, fields))
+        return pinned_by(self, handle, handle.result())
+
+    def prefill(self, request: Request, *, sink: Sink | None = None) -> Handle:
+        """Compute a request's prompt and no output; its KV is pinned when the result comes. Raises as `submit`."""
+        return self._submit(self.intake.admit(request), sink, prefill_only=True)
+
+    def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:
+        """Announce that requests beginning with `tokens` come in about `steps` steps: that prefix is evicted last."""
+        return Expectation(self._post, self._loop, tuple(tokens), namespace or Namespace(), steps)
 
     def release_prefix(self, prefix: PrefixCache) -> None:
         """Let go of a pinned prefix; `PrefixCache.release` calls this."""

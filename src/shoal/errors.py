@@ -103,3 +103,34 @@ class EngineClosedError(ShoalError):
 
 class BenchmarkError(ShoalError):
     """A measurement could not be made, or a result file is not one. `value` names the system, level or file."""
+
+
+class GraphError(ShoalError):
+    """A graph of agents is wrong as it is built or asked to run: a name, a reference, a policy, an input."""
+
+
+class CycleError(GraphError):
+    """A dependency would close a cycle. `path` names its nodes in order, the first again at the end."""
+
+    def __init__(self, path: tuple[str, ...]) -> None:
+        super().__init__(
+            f"the nodes wait for each other: {' -> '.join(path)}", value=list(path), hint="take one dependency out"
+        )
+        self.path = path
+
+
+class GraphFileError(GraphError):
+    """A graph file is wrong. `file` and `line` (from 1) say where, `value` is the offending key or value."""
+
+    def __init__(self, message: str, *, file: str, line: int, value: object = None, hint: str | None = None) -> None:
+        super().__init__(f"{file}:{line}: {message}", value=value, hint=hint)
+        self.file = file
+        self.line = line
+
+
+class GraphFailedError(ShoalError):
+    """A final node of a graph failed. `result` is the whole `GraphResult`, what the other nodes wrote included."""
+
+    def __init__(self, message: str, *, result: object, value: object = None, hint: str | None = None) -> None:
+        super().__init__(message, value=value, hint=hint)
+        self.result = result

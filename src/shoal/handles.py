@@ -1,21 +1,22 @@
-"""What a caller holds of the engine: a request in flight, a pinned prefix."""
+"""What a caller holds of the engine: a request in flight, a pinned prefix, an announced one."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from shoal.core.prefix_tree import common_prefix
 from shoal.core.sequence import Status
+from shoal.errors import EngineClosedError
 from shoal.plan import SeqId
-from shoal.types import Event, Namespace, Result
+from shoal.types import Event, FinishReason, Namespace, Result
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
     from shoal.intake import Admissible
-    from shoal.loop import Ticket
+    from shoal.loop import StepLoop, Ticket
 
 
 class Handle:
@@ -112,3 +113,51 @@ class PrefixCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def pinned_by(engine: Engine, handle: Handle, result: Result) -> PrefixCache:
+    """The prefix that `Engine.prefill` pinned, now that its request has ended with `result`; raises what went wrong."""
+    if result.error is not None:
+        raise result.error
+    if result.finish_reason is not FinishReason.STOP or handle.ticket is None:
+        raise EngineClosedError("the engine closed before the prefix was computed")
+    return PrefixCache(engine, handle.ticket.seq.seq_id, handle.admissible.tokens, handle.admissible.request.namespace)
+
+
+class Expectation:
+    """An announcement that requests which begin with `tokens` will come; `Engine.expect` makes it.
+
+    Until `release` the full blocks of that beginning are evicted after all that nobody expects, and among expected
+    ones those needed soonest go last. It holds nothing: when memory runs out they do go, and are computed again.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Callable[[], None]], None],
+        loop: StepLoop,
+        tokens: tuple[int, ...],
+        namespace: Namespace,
+        steps: int,
+    ) -> None:
+        """`post` runs a command on the engine's thread, in order."""
+        self.tokens = tokens
+        self.namespace = namespace
+        self._post = post
+        self._loop = loop
+        self._steps = steps
+        self._due = 0
+        self._released = False
+        post(self._begin)
+
+    def _begin(self) -> None:
+        self._due = self._loop.steps + self._steps
+        self._loop.scheduler.expect(self.tokens, self.namespace, self._due)
+
+    def _end(self) -> None:
+        self._loop.scheduler.forgo(self.tokens, self.namespace, self._due)
+
+    def release(self) -> None:
+        """Take the announcement back. Idempotent."""
+        if not self._released:
+            self._released = True
+            self._post(self._end)

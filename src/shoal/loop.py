@@ -57,6 +57,7 @@ class Ticket:
             receipt=seq.receipt,
             logprobs=tuple(self.logprobs),
             error=error,
+            queue_s=None if seq.admitted_at is None else max(seq.admitted_at - self.arrival, 0.0),
         )
 
 
@@ -133,6 +134,7 @@ class StepLoop:
             deadline=float("inf") if request.deadline_s is None else arrival + request.deadline_s,
             timeout=float("inf") if request.timeout_s is None else request.timeout_s,
             prefill_only=prefill_only,
+            path=request.critical_path,
         )
         sampler = admissible.sampler(spec, self.intake.eos_ids)
         ticket = Ticket(request_id, admissible, seq, sampler, sink, arrival)
@@ -152,8 +154,10 @@ class StepLoop:
     def abort(
         self, ticket: Ticket, reason: FinishReason = FinishReason.ABORTED, error: ShoalError | None = None
     ) -> None:
-        """End a request at this token boundary; nothing happens when it has ended."""
+        """End a request at this token boundary. One that has ended stays as it is; a prefill lets go of its pin."""
         self.scheduler.abort(ticket.seq.seq_id, reason, error)
+        if ticket.seq.prefill_only:
+            self.unpin(ticket.seq.seq_id)
         self._deliver()
 
     def abort_all(self, error: ShoalError | None = None) -> None:

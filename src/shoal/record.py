@@ -23,8 +23,8 @@ from shoal.plan import ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
 from shoal.types import FinishReason, Namespace, SamplingParams
 
 _SEQUENCE_FIELDS = (
-    "arrival", "deadline", "greedy", "group", "max_tokens", "prefill_only", "prompt_len", "rank", "seq_id", "timeout",
-    "tokens",
+    "arrival", "deadline", "greedy", "group", "max_tokens", "path", "prefill_only", "prompt_len", "rank", "seq_id",
+    "timeout", "tokens",
 )  # fmt: skip
 
 
@@ -88,6 +88,16 @@ class RecordingScheduler(Scheduler):
         """Log and do."""
         self._write("unpin", seq_id=seq_id)
         super().unpin(seq_id)
+
+    def expect(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
+        """Log and do."""
+        self._write("expect", tokens=tokens, namespace=dataclasses.asdict(namespace), due=due)
+        super().expect(tokens, namespace, due)
+
+    def forgo(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
+        """Log and do."""
+        self._write("forgo", tokens=tokens, namespace=dataclasses.asdict(namespace), due=due)
+        super().forgo(tokens, namespace, due)
 
     def preempt_all(self, *, drop_cached: bool = False) -> None:
         """Log and do."""
@@ -176,6 +186,8 @@ class _Replay:
             "abort": lambda e: self._scheduler.abort(e["seq_id"], FinishReason(e["reason"])),
             "schedule": self._schedule,
             "poison": lambda e: self._scheduler.poison(e["seq_id"], ShoalError(e["error"])),
+            "expect": lambda e: self._scheduler.expect(tuple(e["tokens"]), Namespace(**e["namespace"]), e["due"]),
+            "forgo": lambda e: self._scheduler.forgo(tuple(e["tokens"]), Namespace(**e["namespace"]), e["due"]),
             "unpin": lambda e: self._scheduler.unpin(e["seq_id"]),
             "preempt_all": lambda e: self._scheduler.preempt_all(drop_cached=e["drop_cached"]),
             "share": lambda e: self._scheduler.share(self._sequences[e["seq_id"]]),

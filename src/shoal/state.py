@@ -72,6 +72,7 @@ def _describe(ticket: Ticket, now: float, i: int, arrays: dict[str, Any]) -> dic
         "timeout_s": request.timeout_s,
         "group": request.group,
         "namespace": dataclasses.asdict(request.namespace),
+        "critical_path": request.critical_path,
     }
 
 
@@ -139,5 +140,6 @@ def _admissible(engine: Engine, saved: Mapping[str, Any], tokens: list[int]) -> 
         timeout_s=saved["timeout_s"],
         group=saved["group"],
         namespace=Namespace(**saved["namespace"]),
+        critical_path=saved.get("critical_path", 0),
     )
     return dataclasses.replace(engine.intake.admit(request), seed=int(saved["seed"]))

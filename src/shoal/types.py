@@ -190,7 +190,9 @@ class Request:
     `arrival_s` delays the arrival by that many seconds after `Engine.run` begins (replay of staggered load).
     `deadline_s` counts from the arrival, waiting included, and also orders the queue; `timeout_s` counts from the
     moment the request joins the batch. Past either it ends with `FinishReason.TIMEOUT`. Groups of equal priority
-    are served equally: a fleet of agents that belong together share one `group`.
+    are served equally: a fleet of agents that belong together share one `group`. Inside a group the request with the
+    longest `critical_path` goes first: how many tokens must still be written one after another, its own and those of
+    what waits for it.
     """
 
     prompt: str | None = None
@@ -204,6 +206,7 @@ class Request:
     timeout_s: float | None = None
     group: str = ""
     namespace: Namespace = Namespace()
+    critical_path: int = 0
 
     def __post_init__(self) -> None:
         given = [n for n in ("prompt", "prompt_tokens", "messages") if getattr(self, n) is not None]
@@ -223,6 +226,8 @@ class Request:
             value = getattr(self, name)
             _check(value is None or (_is_number(value) and value > 0), name, value, "above 0 seconds, or None")
         _check(isinstance(self.group, str), "group", self.group, "a string")
+        path = self.critical_path
+        _check(_is_int(path) and path >= 0, "critical_path", path, "0 or more tokens")
         _check(isinstance(self.namespace, Namespace), "namespace", self.namespace, "a Namespace")
 
 
@@ -257,7 +262,8 @@ class Receipt:
 class Result:
     """How one request ended. `tokens` and `text` are the whole output; a stop token or string is in neither.
 
-    Times count from submission (or from the scheduled arrival). `ttft_s` is None when no token came.
+    Times count from submission (or from the scheduled arrival). `ttft_s` is None when no token came, `queue_s` (until
+    it first joined the batch) when it never joined or a remote server does not tell.
     """
 
     id: str
@@ -271,6 +277,7 @@ class Result:
     receipt: Receipt = Receipt()
     logprobs: tuple[TokenLogprob, ...] = ()
     error: ShoalError | None = None
+    queue_s: float | None = None
 
     @property
     def cached_tokens(self) -> int:

@@ -27,7 +27,8 @@ MAY_SEE = {
     "runners": BASE | {"models"},
     **{name: BASE | ENGINE | {"core", "runners.base"} for name in ENGINE - {"sampling", "grammar"}},
     "loading": BASE | ENGINE | {"models", "runners"},
-    "aio": BASE | {"engine"},
+    "aio": BASE | {"engine", "handles", "running"},
+    "agents": BASE | ENGINE | {"aio"},
 }
 LAZY = {("engine", "loading"), ("engine", "state")}
 """Imported inside a function, so that they load only when used: they see the engine, and it calls them."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.cli import bench, doctor, models, replay, run, serve, swarm
+from shoal.cli import bench, doctor, graph, models, replay, run, serve, swarm, trace
 from shoal.cli.console import describe
 from shoal.errors import ShoalError
 
@@ -46,6 +46,8 @@ app = typer.Typer(
 app.command("swarm")(swarm.swarm)
 app.command("run")(run.run)
 app.add_typer(models.app, name="models")
+app.add_typer(graph.app, name="graph")
+app.command("trace")(trace.trace)
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)

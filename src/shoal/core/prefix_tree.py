@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from shoal.plan import BlockId
 from shoal.types import Namespace
 
 _GHOSTS = 4096  # evicted paths remembered, so that a receipt can tell "evicted" from "never seen"
+_NEVER = 1 << 62  # the step in which nobody will need a block
 
 
 class Node:
@@ -91,7 +92,7 @@ class PrefixTree:
         self._clock = 0
         self._candidates: list[tuple[int, int, Node]] = []  # heap by (last_used, insertion); checked when popped
         self._pushes = 0
-        self._announced: Counter[int] = Counter()
+        self._announced: dict[int, list[int]] = {}  # path hash -> the steps in which it will be needed, sorted
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -240,42 +241,49 @@ class PrefixTree:
 
     # -- eviction -----------------------------------------------------------------------------------------------
 
-    def announce(self, hashes: Sequence[int]) -> None:
-        """Pending work will need the blocks with these path hashes: evict them last. Undo with `withdraw`."""
-        self._announced.update(hashes)
-
-    def withdraw(self, hashes: Sequence[int]) -> None:
-        """Take an announcement back."""
-        self._announced.subtract(hashes)
+    def announce(self, hashes: Sequence[int], due: int = 0) -> None:
+        """Pending work will need the blocks with these path hashes in step `due`, 0 for now: evict them last."""
         for value in hashes:
-            if self._announced[value] <= 0:
+            insort(self._announced.setdefault(value, []), due)
+
+    def withdraw(self, hashes: Sequence[int], due: int = 0) -> None:
+        """Take an announcement back."""
+        for value in hashes:
+            steps = self._announced[value]
+            steps.remove(due)
+            if not steps:
                 del self._announced[value]
 
     def evict(self, count: int) -> int:
-        """Free up to `count` cached blocks, least recently used leaves first, announced ones last. Returns how many."""
+        """Free up to `count` cached blocks, least recently used leaves first; returns how many.
+
+        Announced ones go last, and of those first the ones that will be needed in the most distant step.
+        """
         freed = 0
-        spared: list[Node] = []
+        spared: list[tuple[int, int, Node]] = []  # a heap by step of need, the most distant first, then by use
         while freed < count:
             node = self._next_candidate()
             if node is None:
                 break
             if node.path_hash in self._announced:
-                spared.append(node)
+                heapq.heappush(spared, self._spared(node))
                 continue
             self._evict(node)
             freed += 1
         while freed < count and spared:
-            node = spared.pop(0)
+            node = heapq.heappop(spared)[2]
+            parent = node.parent
             self._evict(node)
             freed += 1
-            parent = node.parent
-            while freed < count and parent is not None and self._evictable(parent):
-                self._evict(parent)
-                freed += 1
-                parent = parent.parent
-        for node in spared:
+            if parent is not None and self._evictable(parent):
+                heapq.heappush(spared, self._spared(parent))
+        for _, _, node in spared:
             self._push(node)
         return freed
+
+    def _spared(self, node: Node) -> tuple[int, int, Node]:
+        self._pushes += 1
+        return -self._announced.get(node.path_hash, [_NEVER])[0], self._pushes, node
 
     def _evictable(self, node: Node) -> bool:
         return node.parent is not None and not node.children and self.pool.refs(node.block) == 0

@@ -12,16 +12,17 @@ _HORIZON = 10  # a request without a deadline is taken to have one of this many 
 
 
 class WaitingQueue:
-    """Orders waiting sequences: priority class, lifted by ageing; then the group that got least service; then deadline.
+    """Orders waiting sequences: priority class, lifted by ageing; the group that got least service; then, inside a
+    group, the longest critical path; then the deadline.
 
-    Inside a class and group the order is by deadline, where a request without one counts as due after ten ageing
-    periods: among such requests that is arrival order, and nobody is overtaken for ever. Service is counted in tokens
-    fed; a group that appears starts level with the least served one, so that it has no arrears to collect.
+    Among equals in all that, a request without a deadline counts as due after ten ageing periods: among such requests
+    that is arrival order, and nobody is overtaken for ever. Service is counted in tokens fed; a group that appears
+    starts level with the least served one, so that it has no arrears to collect.
     """
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        self._lanes: dict[tuple[int, str], list[tuple[float, int, Sequence]]] = {}
+        self._lanes: dict[tuple[int, str, int], list[tuple[float, int, Sequence]]] = {}
         self._service: dict[str, float] = {}
         self._members: dict[str, int] = {}  # sequences of each group in the engine, running ones included
         self._length = 0
@@ -55,12 +56,12 @@ class WaitingQueue:
     def push(self, seq: Sequence) -> None:
         """Put a sequence in line. A preempted one comes before its equals, since it arrived before them."""
         due = min(seq.deadline, seq.arrival + _HORIZON * self._ageing_s)
-        insort(self._lanes.setdefault((seq.rank, seq.group), []), (due, seq.seq_id, seq))
+        insort(self._lanes.setdefault((seq.rank, seq.group, seq.path), []), (due, seq.seq_id, seq))
         self._length += 1
 
     def remove(self, seq: Sequence) -> None:
         """Take a waiting sequence out."""
-        key = (seq.rank, seq.group)
+        key = (seq.rank, seq.group, seq.path)
         lane = self._lanes[key]
         lane.pop(next(i for i, entry in enumerate(lane) if entry[2] is seq))
         if not lane:
@@ -74,13 +75,13 @@ class WaitingQueue:
     def candidates(self, now: float) -> Iterator[Sequence]:
         """Waiting sequences in the order they should join. End the iteration before changing the queue."""
         heads = []
-        for (_, group), lane in self._lanes.items():
+        for (_, group, path), lane in self._lanes.items():
             due, tie, seq = lane[0]
-            heads.append((self.rank(seq, now), self._service[group], due, tie, 0, lane))
+            heads.append((self.rank(seq, now), self._service[group], -path, due, tie, 0, lane))
         heapq.heapify(heads)
         while heads:
-            _, service, _, _, at, lane = heapq.heappop(heads)
+            _, service, path, _, _, at, lane = heapq.heappop(heads)
             yield lane[at][2]
             if at + 1 < len(lane):
                 due, tie, seq = lane[at + 1]
-                heapq.heappush(heads, (self.rank(seq, now), service, due, tie, at + 1, lane))
+                heapq.heappush(heads, (self.rank(seq, now), service, path, due, tie, at + 1, lane))

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 
 from shoal.config import EngineConfig
 from shoal.core.kv import KVBooks
+from shoal.core.leaders import Leaders
 from shoal.core.pacing import Pacer
-from shoal.core.prefix_tree import Match, common_prefix
+from shoal.core.prefix_tree import Match
 from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Progress, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
-from shoal.types import FinishReason
+from shoal.types import FinishReason, Namespace
 
 
 class Scheduler:
@@ -37,7 +38,7 @@ class Scheduler:
         self.preemptions = 0
         self._by_id: dict[SeqId, Sequence] = {}
         self._deadlines: list[tuple[float, SeqId]] = []
-        self._computing: dict[int, Sequence] = {}  # path hash of a block -> who is about to compute it
+        self._leaders = Leaders(self.kv)
         self._progress: list[Progress] = []
         self._released: list[SeqId] = []
         self._step = 0
@@ -56,7 +57,7 @@ class Scheduler:
     @property
     def leaders(self) -> set[SeqId]:
         """Sequences whose blocks-to-be others may wait for."""
-        return {seq.seq_id for seq in self._computing.values()}
+        return self._leaders.seq_ids
 
     def add(self, seq: Sequence) -> None:
         """Put a new sequence in line. It must be able to fit the pool when it is alone."""
@@ -104,7 +105,7 @@ class Scheduler:
     def _leave_batch(self, seq: Sequence) -> None:
         self.kv.give_back(seq)
         self.running.remove(seq)
-        self._unregister(seq)
+        self._leaders.unregister(seq)
         self._released.append(seq.seq_id)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -120,6 +121,16 @@ class Scheduler:
     def unpin(self, seq_id: SeqId) -> None:
         """Let go of a prefix that a `prefill_only` sequence computed; its blocks stay cached while there is room."""
         self.kv.tree.release(self.pinned.pop(seq_id, []))
+
+    def expect(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
+        """A prefix will be needed in about step `due`: evicted after all that nobody expects. Undone by `forgo`."""
+        if self.config.prefix_sharing:
+            self.kv.tree.announce(self.kv.tree.path_hashes(tokens, namespace), due)
+
+    def forgo(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
+        """Take back what `expect` was told with the same arguments."""
+        if self.config.prefix_sharing:
+            self.kv.tree.withdraw(self.kv.tree.path_hashes(tokens, namespace), due)
 
     def share(self, seq: Sequence) -> None:
         """Put all KV a running sequence has so far within reach of others, its last block included."""
@@ -201,7 +212,7 @@ class Scheduler:
     ) -> int:
         """Share the prompt budget among running prefills, and with a newcomer if there is one; returns what is left."""
         pending = [s for s in in_order if s.status is Status.RUNNING and s.behind and not s.decoding]
-        pending.sort(key=lambda s: (s.aged_rank, self.queue.service(s) if s.group else 0.0, s.order))
+        pending.sort(key=lambda s: (s.aged_rank, self.queue.service(s) if s.group else 0.0, -s.path, s.order))
         others = sum(s.behind for s in pending) + (budget if joining else 0)
         for seq in pending:
             others -= seq.behind
@@ -232,29 +243,9 @@ class Scheduler:
         for looked, seq in enumerate(self.queue.candidates(now)):
             if looked >= 8 * self.config.max_batch:
                 return None
-            if not seq.waiting_for_leader and not self._follow_leader(seq):
+            if not seq.waiting_for_leader and not self._leaders.follow(seq):
                 return seq
         return None
-
-    def _follow_leader(self, seq: Sequence) -> bool:
-        """Wait when a running prefill is about to compute at least one more block we share; True if so."""
-        if not self.config.prefix_sharing or not self._computing:
-            return False
-        size = self.spec.block_size
-        leader, depth = None, 0
-        for i, value in enumerate(seq.hashes):
-            other = self._computing.get(value)
-            if other is not None and (leader is None or other is leader):
-                leader, depth = other, i + 1
-            elif leader is not None:
-                break
-        if leader is None:
-            return False
-        until = min(common_prefix(self.kv.tree_tokens(leader), self.kv.tree_tokens(seq)), len(seq.tokens) - 1)
-        if until < (depth - 1) * size or leader.computed >= until:  # the hashes collided, or it is done
-            return False
-        seq.waits_for, seq.waits_until = leader, until
-        return True
 
     def _join(self, seq: Sequence, now: float) -> bool:
         """Admit one sequence with what the tree has of it; False, with nothing changed, when blocks do not suffice."""
@@ -273,8 +264,7 @@ class Scheduler:
             self._first_admission(seq, match, now)
         self._note_sharing(seq)
         self.running.append(seq)
-        for value in seq.hashes[seq.computed // self.spec.block_size :]:
-            self._computing.setdefault(value, seq)
+        self._leaders.register(seq)
         return True
 
     def _first_admission(self, seq: Sequence, match: Match, now: float) -> None:
@@ -317,11 +307,6 @@ class Scheduler:
                 return False
         return True
 
-    def _unregister(self, seq: Sequence) -> None:
-        for value in seq.hashes:
-            if self._computing.get(value) is seq:
-                del self._computing[value]
-
     # -- taking the outcome into the books ----------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> None:
@@ -351,7 +336,7 @@ class Scheduler:
         if prefill:
             self.kv.index(seq, tail=True)
             if seq.behind == 0:
-                self._unregister(seq)
+                self._leaders.unregister(seq)
         if seq.prefill_only and seq.behind == 0:
             self.pinned[seq.seq_id] = list(seq.blocks)
             self.kv.pool.hold(seq.blocks)

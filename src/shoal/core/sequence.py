@@ -39,7 +39,7 @@ class Sequence:
     __slots__ = (
         "_table", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "checker", "computed",
         "computed_tokens", "copy_source", "deadline", "greedy", "group", "hashes", "indexed", "max_tokens", "miss",
-        "namespace", "order", "preemptions", "prefill_only", "prompt_len", "rank", "seq_id", "shared_blocks",
+        "namespace", "order", "path", "preemptions", "prefill_only", "prompt_len", "rank", "seq_id", "shared_blocks",
         "shared_with", "status", "timeout", "tokens", "waits_for", "waits_until",
     )  # fmt: skip
 
@@ -59,6 +59,7 @@ class Sequence:
         deadline: float = math.inf,
         timeout: float = math.inf,
         prefill_only: bool = False,
+        path: int = 0,
     ) -> None:
         self.seq_id = seq_id
         self.tokens = tokens
@@ -73,6 +74,7 @@ class Sequence:
         self.deadline = deadline  # on the caller's clock
         self.timeout = timeout  # seconds from joining the batch
         self.prefill_only = prefill_only
+        self.path = path  # tokens to be written one after another until its graph ends
 
         self.status = Status.WAITING
         self.computed = 0

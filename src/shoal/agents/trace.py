@@ -1,0 +1,124 @@
+"""The trace of runs: one JSON record per line, of attempts, nodes, graphs and whatever else decides something."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from shoal.errors import StoreError
+
+ATTEMPT_FIELDS = (
+    "request_id", "task_id", "agent_id", "attempt", "cache_hit", "prefix_tokens", "generated_tokens", "queue_ms",
+    "ttft_ms", "latency_ms", "memory_mb", "outcome", "cause",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of one agent. Times named `_at_ms` count from the beginning of the run.
+
+    `cache_hit` says that at least one token came from the prefix tree, `prefix_tokens` how many. `queue_ms`,
+    `ttft_ms` and `latency_ms` count from submission; None where it never came to that, or a remote engine does not
+    tell. `memory_mb` is the KV of its tokens (10**6 bytes; None where the engine does not tell). `outcome` is ok,
+    failed, invalid (the output does not fit the schema), timeout or cancelled, and `cause` says why it is not ok.
+    """
+
+    request_id: str
+    task_id: str
+    agent_id: str
+    attempt: int
+    cache_hit: bool
+    prefix_tokens: int
+    generated_tokens: int
+    queue_ms: float | None
+    ttft_ms: float | None
+    latency_ms: float
+    memory_mb: float | None
+    outcome: str
+    cause: str | None
+    agent: str
+    prompt_tokens: int
+    seed: int | None
+    priority: str
+    submitted_at_ms: float
+    joined_at_ms: float | None
+    left_at_ms: float
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in the trace."""
+        return {"kind": "attempt", **asdict(self)}
+
+
+class Trace:
+    """Collects records, and writes them to a file, one JSON document a line, if it has a path. Thread-safe.
+
+    Every record has a `kind`: "graph", "node" and "attempt" come from runs; others, such as "decision", from
+    whoever calls `write`. Usable with `with`, and closed by it. StoreError when the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._path = path
+        self._file: TextIO | None = None
+        if path is not None:
+            try:
+                self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - `close` closes it
+            except OSError as error:
+                raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> StoreError:
+        return StoreError(f"the trace cannot be written: {error}", value=str(self._path), hint="give another path")
+
+    def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Take a record in; it gets a `kind` ("decision") and a `time` (seconds since 1970) where it has none."""
+        full = {"kind": "decision", "time": round(time.time(), 6), **record}
+        line = json.dumps(full, ensure_ascii=False, default=str)
+        with self._lock:
+            self.records.append(full)
+            if self._file is not None:
+                try:
+                    self._file.write(line + "\n")
+                    self._file.flush()
+                except OSError as error:
+                    raise self._unwritable(error) from error
+        return full
+
+    def close(self) -> None:
+        """Close the file. Idempotent; the records stay."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The records of a trace file. StoreError when it cannot be read or a line is no record."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"no trace can be read: {error}", value=str(path), hint="give what --trace wrote") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise StoreError(f"{path}:{number}: no JSON: {error}", value=line[:80]) from error
+        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+            raise StoreError(f"{path}:{number}: no record of a trace", value=line[:80], hint="a record has a kind")
+        records.append(record)
+    return records

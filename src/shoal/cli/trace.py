@@ -1,0 +1,120 @@
+"""`shoal trace`: the timeline of a trace, in the terminal and as an HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.console import printable
+from shoal.errors import StoreError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from shoal.agents.timeline import Bar, Row, Timeline
+
+_WIDTH = 44  # columns of the time axis
+
+
+def trace(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What `shoal graph run --trace` or `Trace(path)` wrote.")
+    ],
+    html: Annotated[Path | None, typer.Option(help="Write the timeline as one self-contained page there.")] = None,
+) -> None:
+    """Draw who ran when and who waited for whom: queue, prompt, writing, for each attempt."""
+    from rich.console import Console
+
+    from shoal.agents.timeline import loose, note_text, timelines
+    from shoal.agents.trace import read_trace
+
+    records = read_trace(file)
+    if html is not None:
+        from shoal.agents.page import page
+
+        try:
+            html.write_text(page(records, f"Trace {file.name}"), encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"the page cannot be written: {error}", value=str(html)) from error
+    console = Console(highlight=False)
+    for line in timelines(records):
+        _draw(line, console)
+    for record in loose(records):
+        console.print(printable(note_text(record)), markup=False)
+
+
+def _draw(line: Timeline, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(printable(f"{line.graph} {line.task_id}: {line.state}, {line.wall_ms:.0f} ms")))
+    table = Table(
+        "node", "state", "joined", "left", "cached", "written", f"0 to {line.wall_ms:.0f} ms", "waited for",
+        box=None, pad_edge=False,
+    )  # fmt: skip
+    for row in line.rows:
+        for i, bar in enumerate(row.bars or [None]):
+            first = i == 0
+            last = i == len(row.bars) - 1 or bar is None
+            cells = [
+                Text(printable(row.node if first else "")),
+                _state(row, bar, last),
+                *(Text(cell, justify="right") for cell in _numbers(bar)),
+                _track(bar, line.wall_ms),
+                Text(printable(", ".join(_short(row.waited_for)) if first else ""), style="dim"),
+            ]
+            table.add_row(*cells)
+    console.print(table)
+    console.print(Text(printable(f"the end waited for: {' -> '.join(line.critical)}")))
+    for row in line.rows:
+        if row.cause and row.state != "done":
+            console.print(Text(printable(f"  {row.node}: {row.state}, because {row.cause}")))
+    for record in line.notes:
+        from shoal.agents.timeline import note_text
+
+        console.print(Text(printable(f"  {float(record.get('at_ms', 0)):.0f} ms  {note_text(record)}"), style="dim"))
+
+
+def _short(names: list[str]) -> list[str]:
+    """At most three names and how many more there are."""
+    return names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} more"]
+
+
+def _numbers(bar: Bar | None) -> list[str]:
+    if bar is None:
+        return ["", "", "", ""]
+    joined = "-" if bar.joined is None else f"{bar.joined:.0f}"
+    cached = f"{bar.facts.get('prefix_tokens', 0)}/{bar.facts.get('prompt_tokens', '?')}"
+    return [joined, f"{bar.left:.0f}", cached, str(bar.facts.get("generated_tokens", 0))]
+
+
+def _state(row: Row, bar: Bar | None, last: bool) -> Text:
+    """The node's state at its last attempt, the attempt's outcome at those before."""
+    from rich.text import Text
+
+    told = row.state if last else bar.outcome if bar is not None else ""
+    style = {"done": "green", "failed": "red", "cancelled": "red", "timeout": "red", "invalid": "red"}.get(
+        told, "yellow"
+    )
+    return Text(printable(told), style=style)
+
+
+def _track(bar: Bar | None, wall_ms: float) -> Text:
+    """Dots while it waits, light while it reads its prompt, full while it writes; crosses for what came to nothing."""
+    from rich.text import Text
+
+    if bar is None or wall_ms <= 0:
+        return Text("")
+    joined = bar.submitted if bar.joined is None else bar.joined
+    first = joined if bar.first is None else bar.first
+    at = [round(moment / wall_ms * _WIDTH) for moment in (bar.submitted, joined, first, bar.left)]
+    mark = "█" if bar.outcome == "ok" else "x"
+    return Text(
+        " " * at[0]
+        + "·" * (at[1] - at[0])
+        + "▒" * (at[2] - at[1])
+        + mark * max(at[3] - at[2], 1 if at[3] == at[0] else 0)
+    )
