@@ -57,8 +57,10 @@ def document(scale: float = 1.0) -> dict[str, Any]:
         if workload.peers:
             walls["llama"] = [3.9, 4.0, 4.1]
         for variant in workload.variants:
-            if variant in ("unshared", "static", "graph", "independent", "serial"):
+            if variant in ("unshared", "static"):
                 walls[f"shoal:{variant}"] = [2.0, 2.0, 2.0]
+            if variant in ("graph", "independent", "serial"):
+                walls[f"shoal-agents:{variant}"] = [2.0, 2.0, 2.0]
         if "http" in workload.variants:
             walls["shoal-http:http"] = [1.25, 1.25, 1.25]
         levels.append(level(workload, walls))
@@ -88,6 +90,7 @@ def document(scale: float = 1.0) -> dict[str, Any]:
         "systems": {
             "shoal": {"label": "shoal", **system, "cold": cold},
             "shoal-http": {"label": "shoal, over HTTP", "file": "m.gguf", "fidelity": {"missing": "no logits"}},
+            "shoal-agents": {"label": "shoal", "file": "m.gguf", "fidelity": {"missing": "no logits"}},
             "llama": {"label": "llama.cpp, same file", **system, "cold": cold},
         },
         "missing": {"genai": "openvino-genai is not installed"},

@@ -40,7 +40,7 @@ def _kv_bytes(model: GgufModel) -> int:
 
 
 def ceiling(workload: Workload, jobs: Sequence[Job], model: ModelFacts, machine: Mapping[str, Any]) -> dict[str, float]:
-    """The best that this machine could do: `decode_tokens_per_s`, `prefill_tokens_per_s`, `wall_s` (all at once only).
+    """The best this machine could do: `decode_tokens_per_s`, `prefill_tokens_per_s`, `wall_s` (if all come at once).
 
     A decode step reads all weights and the KV of its contexts once, a shared trunk once for all, and multiplies every
     weight for every row; whichever takes longer bounds it. A prompt token multiplies all but the head; a shared trunk
@@ -56,7 +56,7 @@ def ceiling(workload: Workload, jobs: Sequence[Job], model: ModelFacts, machine:
     found = {"decode_tokens_per_s": rows / step_s}
     if not workload.trunk:
         found["prefill_tokens_per_s"] = 1 / prompt_s
-    if not workload.rate:
+    if not workload.rate and not workload.dependent:
         steps = max(sum(job.max_tokens - 1 for job in jobs if job.counted) / rows, 0)
         found["wall_s"] = computed * prompt_s + steps * step_s
     return found

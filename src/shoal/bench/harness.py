@@ -90,7 +90,7 @@ class Harness:
         """Who takes part in a level."""
         found = []
         for system, source in self.sources.items():
-            if system.kind in ("shoal", "shoal-http") or workload.peers:
+            if system.kind.startswith("shoal") or workload.peers:
                 known = variants_of(system)
                 found += [Contender(system, variant, source) for variant in workload.variants if variant in known]
         return found

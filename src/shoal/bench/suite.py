@@ -94,7 +94,7 @@ def _sources(
 ) -> tuple[dict[Named, Source], dict[str, str]]:
     """Every system that takes part with its model, and why the others do not. BenchmarkError for an unknown name."""
     ours = Source(options.model, files.path, threads, store.cache_dir(files.key), options={"runner": options.runner})
-    sources = {named("shoal"): ours, named("shoal-http"): ours}
+    sources = {named("shoal"): ours, named("shoal-http"): ours, named("shoal-agents"): ours}
     missing: dict[str, str] = {}
     for text in options.peers if options.peers is not None else DEFAULT_PEERS:
         system = named(text)

@@ -217,7 +217,11 @@ def agents(results: Results) -> str:
     if level is None:
         return ""
     rows = [
-        [results.label(key), quoted(figure(level, key, "wall_s")), times(ratio(level, "wall_s", "shoal:graph", key))]
+        [
+            results.label(key),
+            quoted(figure(level, key, "wall_s")),
+            times(ratio(level, "wall_s", "shoal-agents:graph", key)),
+        ]
         for key in level["results"]
     ]
     return table(["", "wall, s", "the graph takes"], rows)
@@ -293,7 +297,7 @@ def readme(results: Results) -> str:
         "8 branches of 1,000 tokens, s",
         "mean KL",
     ]
-    keys = [key for key in _contenders(list(levels.values())) if key.split(":")[0] != "shoal-http"]
+    keys = [key for key in _contenders(list(levels.values())) if not key.startswith("shoal-")]
     rows = []
     for key in keys:
         rates = [short(figure(levels.get(name), key, "decode_tokens_per_s")) for name in ("1", "8", "32")]

@@ -96,7 +96,7 @@ def _rates(jobs: Sequence[Job], counted: list[Trace]) -> dict[str, float]:
     tokens = sum(sum(1 for at in trace.times if at > all_began) for trace in counted)
     if last > all_began and tokens >= len(counted):
         found["decode_tokens_per_s"] = tokens / (last - all_began)
-    if all(job.arrival_s == 0 for job in jobs) and all_began > 0:
+    if all(trace.arrival_s == 0 for trace in counted) and len(counted) == len(jobs) and all_began > 0:
         found["prefill_tokens_per_s"] = sum(len(job.prompt) for job in jobs) / all_began
     return found
 

@@ -47,10 +47,10 @@ class Workload:
     """One level of a scenario. Lengths in tokens.
 
     `requests` prompts of `prompt` (shortest, longest) tokens, `output` written by each, end tokens ignored; at most
-    `batch` run together. They share a beginning of `trunk` tokens, arrive at once or at `rate` a second (Poisson), and
-    `joining` > 0 adds a prompt of that length 0.3 s later. `variants` are the ways in which systems run it, "" being
-    the default one; each system takes those it knows. Peers take part when `peers` is set. A system stops after two
-    runs when it has used `budget_s`.
+    `batch` run together. They share a beginning of `trunk` tokens, arrive at once or at `rate` a second (Poisson),
+    and `joining` > 0 adds a prompt of that length 0.3 s later. With `dependent` some wait for others' output.
+    `variants` are the ways in which systems run it, "" being the default one; each system takes those it knows.
+    Peers take part when `peers` is set. A system stops after two runs when it has used `budget_s`.
     """
 
     scenario: str
@@ -61,6 +61,7 @@ class Workload:
     batch: int
     trunk: int = 0
     rate: float = 0.0
+    dependent: bool = False
     joining: int = 0
     schema: bool = False
     peers: bool = True
@@ -106,6 +107,10 @@ SCENARIOS: dict[str, list[Workload]] = {
     "staggered": [Workload("staggered", "16", 16, (200, 400), 64, 16, rate=4.0, budget_s=20)],
     "fanout": _fanout(),
     "mixed": [Workload("mixed", "8+1", 8, (40, 40), 200, 9, joining=4000, budget_s=20)],
+    "agents": [
+        Workload("agents", "report", 6, (60, 60), 48, 8, trunk=600, peers=False, dependent=True,
+                 variants=("graph", "independent", "serial"), budget_s=25)
+    ],
     "overhead": [
         Workload("overhead", "8", 8, (40, 40), 128, 8, peers=False, variants=("", "static"), budget_s=60)
     ],

@@ -69,7 +69,7 @@ class KVBooks:
         """
         match = Match()
         if self.sharing:
-            limit = len(seq.tokens) - (0 if seq.prefill_only else 1)  # one token is left to compute, for its logits
+            limit = len(seq.tokens) - 1  # one token is left to compute: a pass feeds every sequence in it at least one
             match = self.tree.match(self.tree_tokens(seq), seq.namespace, limit=limit)
         held = [*match.blocks, match.tail] if match.tail is not None else list(match.blocks)
         self.pool.hold(held)

@@ -22,6 +22,7 @@ class Kind:
 KINDS = {
     "shoal": Kind("ours", "Shoal", "shoal"),
     "shoal-http": Kind("http", "ShoalServer", "shoal, over HTTP", tells_logits=False),
+    "shoal-agents": Kind("agents", "Agents", "shoal", tells_logits=False),
     "llama": Kind("llama", "LlamaCpp", "llama.cpp"),
     "llama-server": Kind("http", "LlamaServer", "llama-server", tells_logits=False),
     "genai": Kind("genai", "GenAI", "OpenVINO GenAI"),
@@ -56,7 +57,7 @@ class Named:
             return f"{base} on {self.flavour}" if self.flavour else base
         if self.kind == "url":
             return f"{base} at {self.url}"
-        return f"{base}, {BITS[self.flavour]}" if self.kind != "shoal-http" else base
+        return f"{base}, {BITS[self.flavour]}" if not self.kind.startswith("shoal-") else base
 
 
 def named(text: str) -> Named:
