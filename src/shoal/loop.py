@@ -177,7 +177,6 @@ class StepLoop:
         if plan is None:
             self._deliver()
             return None
-        prefill = sum(len(item.tokens) for item in plan.sequences if not self._tickets[item.seq_id].seq.decoding)
         filled = self._begin_masks(plan)
         try:
             started = self.clock()
@@ -190,7 +189,7 @@ class StepLoop:
             filled.result()
         sampled = self._sample(plan, output)
         end = self.clock()
-        self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
+        prefill = self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
         self.failures = 0
         self.steps += 1
         ms = (self.clock() - begin) * 1e3
