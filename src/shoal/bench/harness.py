@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shoal.bench.ceiling import ModelFacts, ceiling
-from shoal.bench.machine import ThermalGate
+from shoal.bench.machine import Check, ThermalGate
 from shoal.bench.systems import KINDS, Named, system_class
 from shoal.bench.systems.base import Setup, Source
 from shoal.bench.timeline import Timeline, agreement, metrics, summary
@@ -85,6 +85,7 @@ class Harness:
         self._tell = tell
         self._workers: dict[tuple[Named, str], Worker] = {}
         self.loaded: dict[str, dict[str, Any]] = {}
+        self._checked: Check | None = None
 
     def contenders(self, workload: Workload) -> list[Contender]:
         """Who takes part in a level."""
@@ -100,6 +101,7 @@ class Harness:
         contenders = self.contenders(workload)
         setup = Setup(workload.batch, workload.length, workload.trunk, workload.tokens * self._facts.kv_bytes_per_token)
         self._tell(f"{workload.scenario} {workload.level}")
+        self._checked = None  # warming up and loading make heat too
         for contender in contenders:
             self._guarded(contender, partial(self._warm_up, contender, workload, setup))
         equality: dict[str, Any] = {}
@@ -185,14 +187,17 @@ class Harness:
         first = make_jobs(workload, self._text, -1)[0]
         worker.run([replace(first, prompt=first.prompt[:64], max_tokens=4, schema=None)])
 
+    def _look(self) -> Check:
+        """Let the threads of the run before become idle, then let the gate look."""
+        time.sleep(_PAUSE_S)
+        return self.gate.check()
+
     def _run(self, contender: Contender, jobs: Sequence[Job], setup: Setup) -> None:
         worker = self._worker(contender)
         worker.prepare(replace(setup, variant=contender.variant))
-        time.sleep(_PAUSE_S)
-        before = self.gate.check()
+        before, self._checked = self._checked or self._look(), None
         timeline = contender.last = worker.run(jobs)
-        time.sleep(_PAUSE_S)
-        after = self.gate.check()
+        after = self._checked = self._look()  # it is also the look before the next run
         contender.spent_s += timeline.wall_s
         throttled = not before.fit or after.before > 1 + self.gate.margin
         run = {**metrics(jobs, timeline), "throttled": throttled}

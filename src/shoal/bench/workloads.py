@@ -85,15 +85,15 @@ class Workload:
 
 def _scaling() -> list[Workload]:
     levels = [
-        Workload("scaling", str(n), n, (40, 40), 64, n, budget_s=18 if n < 16 else 12) for n in (1, 2, 4, 8, 16, 32)
+        Workload("scaling", str(n), n, (40, 40), 64, n, peers=n != 16, budget_s=8.0) for n in (1, 2, 4, 8, 16, 32)
     ]
-    return [*levels, Workload("scaling", "prefill", 4, (512, 512), 1, 4, budget_s=15)]
+    return [*levels, Workload("scaling", "prefill", 4, (512, 512), 1, 4, budget_s=8.0)]
 
 
 def _fanout() -> list[Workload]:
     return [
-        Workload("fanout", str(trunk), 8, (20, 20), 32, 8, trunk=trunk, peers=trunk < 4000,
-                 variants=("", "unshared", "copied"), budget_s=25)
+        Workload("fanout", str(trunk), 8, (20, 20), 32, 8, trunk=trunk, peers=trunk == 1000,
+                 variants=("", "unshared", "copied"), budget_s=10.0)
         for trunk in (256, 1000, 4000)
     ]  # fmt: skip
 
@@ -101,22 +101,22 @@ def _fanout() -> list[Workload]:
 SCENARIOS: dict[str, list[Workload]] = {
     "scaling": _scaling(),
     "burst": [
-        Workload("burst", "16", 16, (1000, 1075), 128, 16, budget_s=80),
-        Workload("burst", "16 as JSON", 16, (1000, 1075), 128, 16, schema=True, peers=False, budget_s=40),
+        Workload("burst", "16", 16, (1000, 1075), 128, 16, budget_s=60.0),
+        Workload("burst", "16 as JSON", 16, (1000, 1075), 128, 16, schema=True, peers=False, budget_s=25.0),
     ],
-    "staggered": [Workload("staggered", "16", 16, (200, 400), 64, 16, rate=4.0, budget_s=20)],
+    "staggered": [Workload("staggered", "16", 16, (200, 400), 64, 16, rate=4.0, peers=False)],
     "fanout": _fanout(),
-    "mixed": [Workload("mixed", "8+1", 8, (40, 40), 200, 9, joining=4000, budget_s=20)],
+    "mixed": [Workload("mixed", "8+1", 8, (40, 40), 200, 9, joining=4000, budget_s=10.0)],
     "agents": [
         Workload("agents", "report", 6, (60, 60), 48, 8, trunk=600, peers=False, dependent=True,
-                 variants=("graph", "independent", "serial"), budget_s=25)
+                 variants=("graph", "independent", "serial"), budget_s=20.0)
     ],
     "overhead": [
-        Workload("overhead", "8", 8, (40, 40), 128, 8, peers=False, variants=("", "static"), budget_s=60)
+        Workload("overhead", "8", 8, (40, 40), 128, 8, peers=False, variants=("", "static"), budget_s=60.0)
     ],
     "serve": [
-        Workload("serve", "1", 1, (100, 100), 8, 1, peers=False, variants=("", "http"), budget_s=10),
-        Workload("serve", "8", 8, (100, 100), 128, 8, peers=False, variants=("", "http"), budget_s=20),
+        Workload("serve", "1", 1, (100, 100), 8, 1, peers=False, variants=("", "http"), budget_s=10.0),
+        Workload("serve", "8", 8, (100, 100), 128, 8, peers=False, variants=("", "http"), budget_s=20.0),
     ],
 }  # fmt: skip
 

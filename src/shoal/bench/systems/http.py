@@ -128,7 +128,7 @@ class ShoalServer(Server):
         self.close()
         command = [sys.executable, "-c", "from shoal.cli.main import main; main()", "serve", "--port", "0"]
         command += ["--model", self._source.model, "--max-batch", str(setup.streams)]
-        command += ["--threads", str(self._source.threads)]
+        command += ["--threads", str(self._source.threads), "--runner", self._source.options.get("runner", "auto")]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()  # "shoal serves NAME on URL", or nothing when it ended
