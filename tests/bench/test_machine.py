@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from shoal.bench.machine import Memory, ThermalGate, calibration_s, gemm_f32, read_bandwidth
@@ -47,7 +48,7 @@ def test_what_is_measured_is_a_rate() -> None:
 
 
 def test_peak_memory_sees_what_was_held_and_let_go() -> None:
-    memory = Memory()
+    memory = Memory(os.getpid())
     memory.restart()
     before = memory.peak()
     block = bytearray(64 << 20)

@@ -56,7 +56,7 @@ def ceiling(workload: Workload, jobs: Sequence[Job], model: ModelFacts, machine:
     found = {"decode_tokens_per_s": rows / step_s}
     if not workload.trunk:
         found["prefill_tokens_per_s"] = 1 / prompt_s
-    if not workload.rate and not workload.dependent:
+    if not (workload.rate or workload.dependent or workload.schema):
         steps = max(sum(job.max_tokens - 1 for job in jobs if job.counted) / rows, 0)
         found["wall_s"] = computed * prompt_s + steps * step_s
     return found

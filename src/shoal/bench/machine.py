@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -107,7 +108,7 @@ class ThermalGate:
     def __init__(
         self,
         *,
-        margin: float = 0.15,
+        margin: float = 0.25,
         wait_s: float = 20.0,
         total_s: float = 120.0,
         kernel: Callable[[], float] = calibration_s,
@@ -152,23 +153,29 @@ def energy_joules() -> float | None:
 
 
 class Memory:
-    """The most memory this process has held since `restart`; since its start where the system cannot restart that."""
+    """The most memory a process has held since `restart`; since its start where the system cannot restart that."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
 
     def restart(self) -> None:
         """Forget the peak, where the system can."""
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+            Path(f"/proc/{self._pid}/clear_refs").write_text("5")
 
     def peak(self) -> int | None:
-        """Bytes."""
+        """Bytes; None when the process is gone."""
         try:
-            for line in Path("/proc/self/status").read_text().splitlines():
+            for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
-        except OSError:
-            if sys.platform != "win32":
+        except OSError:  # not Linux
+            if self._pid == os.getpid() and sys.platform != "win32":
                 import resource
 
                 scale = 1 if sys.platform == "darwin" else 1024
                 return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-        return int(psutil.Process().memory_info().rss)
+        try:
+            return int(psutil.Process(self._pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return None

@@ -40,7 +40,7 @@ class Options:
     runner: str = "auto"
     threads: int | None = None
     quick: bool = False
-    margin: float = 0.15
+    margin: float = 0.25
 
 
 def run_suite(options: Options, facts: Mapping[str, Any], command: str, tell: Tell) -> dict[str, Any]:

@@ -100,7 +100,6 @@ class Inside:
 
     def __init__(self) -> None:
         self._system: System | None = None
-        self._memory = Memory()
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self.open,
             "prepare": self.prepare,
@@ -135,11 +134,14 @@ class Inside:
 
     def run(self, jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One run, with its peak memory and energy."""
-        self._memory.restart()
+        pid = self.system.pid
+        memory = None if pid is None else Memory(pid)
+        if memory is not None:
+            memory.restart()
         before = energy_joules()
         timeline = self.system.run([Job(**{**job, "prompt": tuple(job["prompt"])}) for job in jobs])
         after = energy_joules()
-        timeline.peak_bytes = self._memory.peak()
+        timeline.peak_bytes = None if memory is None else memory.peak()
         timeline.joules = after - before if before is not None and after is not None and after >= before else None
         return timeline.to_json()
 

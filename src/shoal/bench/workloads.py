@@ -112,7 +112,7 @@ SCENARIOS: dict[str, list[Workload]] = {
                  variants=("graph", "independent", "serial"), budget_s=20.0)
     ],
     "overhead": [
-        Workload("overhead", "8", 8, (40, 40), 128, 8, peers=False, variants=("", "static"), budget_s=60.0)
+        Workload("overhead", "8", 8, (40, 40), 256, 8, peers=False, variants=("", "static"), budget_s=60.0)
     ],
     "serve": [
         Workload("serve", "1", 1, (100, 100), 8, 1, peers=False, variants=("", "http"), budget_s=10.0),

@@ -30,7 +30,7 @@ def bench(
     model: options.Model = options.DEFAULT_MODEL,
     runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",
     threads: options.Threads = None,
-    margin: Annotated[float, typer.Option(help="Share by which the machine may be slower.", min=0.0)] = 0.15,
+    margin: Annotated[float, typer.Option(help="Share by which the machine may be slower.", min=0.0)] = 0.25,
     quick: Annotated[bool, typer.Option("--quick", help="An eighth of the tokens, to try it out.")] = False,
 ) -> None:
     """Measure. Progress goes to standard error; the last line of standard output is the result as one JSON document."""

@@ -26,6 +26,7 @@ KINDS = {
     "llama": Kind("llama", "LlamaCpp", "llama.cpp"),
     "llama-server": Kind("http", "LlamaServer", "llama-server", tells_logits=False),
     "genai": Kind("genai", "GenAI", "OpenVINO GenAI"),
+    "mlx": Kind("mlx", "MlxLm", "mlx-lm"),
     "url": Kind("http", "Server", "server", tells_logits=False),
 }
 
@@ -37,7 +38,7 @@ def system_class(kind: str) -> Any:
 
 BITS = {"": "same file", "q8": "8 bits (Q8_0)"}
 """Which weights a peer runs: the very file, or the same model requantised to 8 bits by llama.cpp."""
-DEFAULT_PEERS = ("llama", "llama@q8", "genai", "genai@q8", "llama-server")
+DEFAULT_PEERS = ("llama", "llama@q8", "genai", "genai@q8", "llama-server", "mlx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,6 @@ def named(text: str) -> Named:
     kind, _, flavour = text.partition("@")
     flavours = ("", "native", "openvino") if kind == "shoal" else ("", "q8")
     if kind not in KINDS or flavour not in flavours or kind == "url":
-        known = "llama, genai, llama-server, mlx, transformers, each with @q8, shoal@openvino, or url=http://HOST/v1"
+        known = "llama, genai, llama-server, mlx, each with @q8, shoal@openvino, or url=http://HOST/v1"
         raise BenchmarkError(f"no system {text!r}", value=text, limit=known, hint=f"known: {known}")
     return Named(text, kind, flavour)

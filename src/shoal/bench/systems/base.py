@@ -58,6 +58,10 @@ class System(Protocol):
     def missing() -> str | None:
         """Why this installation lacks it, or None."""
 
+    @property
+    def pid(self) -> int | None:
+        """The process whose memory counts; None when it is not on this machine, or not known."""
+
     def prepare(self, setup: Setup) -> None:
         """Make ready for a workload; not timed."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -34,6 +35,11 @@ class GenAI:
         """Whether openvino-genai is here."""
         found = importlib.util.find_spec("openvino_genai") is not None
         return None if found else "openvino-genai is not installed"
+
+    @property
+    def pid(self) -> int:
+        """It runs in this process."""
+        return os.getpid()
 
     def prepare(self, setup: Setup) -> None:
         """Make the pipeline, unless one of the same settings is there."""

@@ -48,6 +48,11 @@ class Server:
         """A URL is all it takes."""
         return None
 
+    @property
+    def pid(self) -> int | None:
+        """The server's process, when it is ours."""
+        return None if self._process is None else self._process.pid
+
     def prepare(self, setup: Setup) -> None:  # noqa: ARG002 - a server is as it is
         """Ask the server which model it has."""
         if self._model is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -64,6 +65,11 @@ class LlamaCpp:
         """Whether llama-cpp-python is here."""
         found = importlib.util.find_spec("llama_cpp") is not None
         return None if found else "llama-cpp-python is not installed"
+
+    @property
+    def pid(self) -> int:
+        """It runs in this process."""
+        return os.getpid()
 
     def prepare(self, setup: Setup) -> None:
         """Make a context for the workload."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import threading
 import time
@@ -45,6 +46,11 @@ class Shoal:
     def missing() -> str | None:
         """It is always here."""
         return None
+
+    @property
+    def pid(self) -> int:
+        """It runs in this process."""
+        return os.getpid()
 
     def prepare(self, setup: Setup) -> None:
         """Load the engine, unless one of the same settings is there."""
