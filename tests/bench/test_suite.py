@@ -27,7 +27,9 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip(f"no model: {error}")
     out = tmp_path_factory.mktemp("bench") / "fanout.json"
     options = ["--scenario", "fanout", "--runs", "1", "--quick", "--peers", "", "--margin", "100", "--out", str(out)]
-    made = CliRunner().invoke(app, ["bench", *options])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.bench.harness._PAUSE_S", 0.0)
+        made = CliRunner().invoke(app, ["bench", *options])
     assert made.exit_code == 0, made.output
     told: dict[str, Any] = json.loads(made.stdout.splitlines()[-1])
     assert told == json.loads(out.read_text("utf-8"))

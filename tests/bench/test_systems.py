@@ -38,7 +38,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = OpenedModel(Decoding(), lambda: FakeRunner(num_blocks=1024, context_length=8192))
     monkeypatch.setattr(ours, "open_model", lambda model, config: opened)
     monkeypatch.setattr(agents, "load_tokenizer", lambda files: Decoding())
-    monkeypatch.setattr(agents.Store, "resolve", lambda self, name: None)
+    monkeypatch.setattr("shoal.models.Store.resolve", lambda self, name: None)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from shoal.bench import reference
 from shoal.bench.ceiling import ModelFacts
 from shoal.bench.harness import Harness, Tell, why_missing
 from shoal.bench.machine import ThermalGate, measured
+from shoal.bench.results import SCHEMA
 from shoal.bench.systems import DEFAULT_PEERS, Named, named
 from shoal.bench.systems.base import Source
 from shoal.bench.workloads import TEXT, select
@@ -25,7 +26,6 @@ from shoal.errors import BenchmarkError, RunnerError
 from shoal.models import ModelFiles, Store, load_tokenizer
 from shoal.models.gguf import read_gguf
 
-SCHEMA = 1
 _FIDELITY_TOKENS = 512
 
 
@@ -43,11 +43,14 @@ class Options:
     margin: float = 0.25
 
 
-def run_suite(options: Options, facts: Mapping[str, Any], command: str, tell: Tell) -> dict[str, Any]:
+def run_suite(
+    options: Options, facts: Mapping[str, Any], command: str, tell: Tell, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Measure, and give the document that `benchmarks/README.md` describes.
 
-    `facts` are those of the machine as `shoal doctor` has them; `tell` gets a line for each thing done. Raises
-    `BenchmarkError` for names that are not known, any `ModelError`. A system that fails is in the document, with why.
+    `facts` are those of the machine as `shoal doctor` has them; `tell` gets a line for each thing done, `save` the
+    document after each level, with what there is by then. Raises `BenchmarkError` for names that are not known, any
+    `ModelError`. A system that fails is in the document, with why.
     """
     workloads = select(options.scenario, quick=options.quick)
     store = Store()
@@ -65,28 +68,34 @@ def run_suite(options: Options, facts: Mapping[str, Any], command: str, tell: Te
     model = ModelFacts.of(files.path)
     harness = Harness(sources, gate, text=text, facts=model, machine=machine, tell=tell)
     begin = time.perf_counter()
+    fidelity: dict[str, dict[str, Any]] = {}
+    levels: list[dict[str, Any]] = []
+
+    def document() -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "quick": options.quick,
+            "took_s": time.perf_counter() - begin,
+            "machine": machine,
+            "model": {"name": files.name, **_describe_file(files.path)},
+            "gate": gate.to_json(),
+            "systems": {s.key: _system(s, sources[s], harness, fidelity) for s in sources},
+            "missing": missing,
+            "levels": levels,
+        }
+
     try:
-        fidelity = _fidelity(harness, files, text[: 64 if options.quick else _FIDELITY_TOKENS], tell)
-        levels = []
+        fidelity |= _fidelity(harness, files, text[: 64 if options.quick else _FIDELITY_TOKENS], tell)
         for i, workload in enumerate(workloads):
             levels.append(harness.level(workload, options.runs))
+            save(document())
             if i + 1 == len(workloads) or workloads[i + 1].scenario != workload.scenario:
                 harness.close(variants_only=True)
     finally:
         harness.close()
-    return {
-        "schema": SCHEMA,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "quick": options.quick,
-        "took_s": time.perf_counter() - begin,
-        "machine": machine,
-        "model": {"name": files.name, **_describe_file(files.path)},
-        "gate": gate.to_json(),
-        "systems": {s.key: _system(s, sources[s], harness, fidelity) for s in sources},
-        "missing": missing,
-        "levels": levels,
-    }
+    return document()
 
 
 def _sources(

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ def bench(
         str, typer.Option(help="scaling, burst, staggered, fanout, mixed, agents, overhead, serve; both; all.")
     ] = "both",
     runs: Annotated[int, typer.Option(help="Runs of each level; of five or more the extremes are dropped.", min=1)] = 5,
-    out: Annotated[Path | None, typer.Option(help="Write the result to this file too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result to this file too, after each level.")] = None,
     peers: Annotated[
         str | None,
         typer.Option(help='Peers, by commas: llama, llama@q8, genai, url=http://HOST/v1; "" for none.'),
@@ -44,9 +44,13 @@ def bench(
     asked = None if peers is None else tuple(name for name in peers.split(",") if name)
     wanted = Options(scenario, runs, asked, model, runner, threads, quick, margin)
     command = shlex.join(["shoal", *sys.argv[1:]])
-    document = run_suite(wanted, {**machine_facts(), "versions": versions()}, command, _tell)
-    if out is not None:
-        out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+    def save(document: dict[str, Any]) -> None:
+        if out is not None:
+            out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+    document = run_suite(wanted, {**machine_facts(), "versions": versions()}, command, _tell, save)
+    save(document)
     print(json.dumps(document), flush=True)
 
 
