@@ -233,6 +233,23 @@ def test_the_longest_path_goes_first_and_the_summary_before_stragglers() -> None
     go(main())
 
 
+def test_runs_are_served_equally() -> None:
+    """One place in the batch: a small run does not wait for a large one that came first."""
+
+    async def main() -> None:
+        async with toy(FakeRunner(step_s=0.001), max_batch=1) as engine:
+            large, small = Graph(), Graph()
+            large.map(agent("w", "Write {item} of many"), over=list(range(16)))
+            small.map(agent("w", "Write {item} of few"), over=[1, 2])
+            async with large.start(engine) as first, small.start(engine) as second:
+                await second.result()
+                waiting = [node for node in first.open if node.agent is not None]
+                assert len(waiting) >= 10, "the large run was not even half through"
+                assert (await first.result()).ok
+
+    go(main())
+
+
 def test_hints_reach_the_request() -> None:
     graph = Graph()
     a = graph.add(agent("a", priority="low", sampling=SamplingParams(max_tokens=100)))

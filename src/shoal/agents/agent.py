@@ -14,7 +14,7 @@ from shoal.agents.schema import Schema, schema_of
 from shoal.errors import GraphError
 from shoal.types import Priority, SamplingParams
 
-_NAME = re.compile(r"[A-Za-z_][\w-]*")
+_NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # it goes into HTTP headers
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w-]*(?:\.\w+)*)\}")
 
 

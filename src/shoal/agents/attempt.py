@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.agents.agent import Agent
-from shoal.agents.engines import LocalEngine, leaving
+from shoal.agents.engines import leaving
 from shoal.agents.events import EventKind, GraphEvent, Outcome, State
+from shoal.agents.memo import key_of
 from shoal.agents.node import Node
 from shoal.agents.policy import Default, Fail, Fallback, Last, Retry, Skip, attempts_of
 from shoal.agents.prompts import MissingInputError, PendingInputError, layout_of
@@ -119,24 +120,24 @@ async def _attempt(run: Run, node: Node, agent: Agent, messages: list[Message], 
     if left <= 0:
         return Tried(cause="its time was up before it began", outcome="timeout")
     log = _Log(run, node, agent)
-    local = isinstance(run.engine, LocalEngine)
-    patience = left if local else min(left, agent.timeout_s or math.inf)
+    patience = left if run.local else min(left, agent.timeout_s or math.inf)
     request = Request(
         messages=messages,
         sampling=_sampling(run, node, agent, log.number),
         id=log.request_id,
         priority=Priority(agent.priority),
         deadline_s=None if patience == math.inf else patience,
-        timeout_s=agent.timeout_s if local else None,
+        timeout_s=agent.timeout_s if run.local else None,
         group=run.task_id,
         namespace=run.graph.namespace,
         critical_path=run.critical_path(node),
     )
+    key = key_of(request)
     try:
         async with asyncio.timeout(None if patience == math.inf else patience + _GRACE_S):
-            same = await run.memo.known(request)
+            same = await run.memo.known(key)
             if same is None:
-                async with leaving(run.memo.generate(run.engine, request)) as events:
+                async with leaving(run.memo.generate(run.engine, request, key)) as events:
                     async for event in events:
                         log.take(event.text, len(event.tokens), event.result)
             else:

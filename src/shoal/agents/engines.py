@@ -15,7 +15,8 @@ from shoal.types import Event, Namespace, Request
 class AgentEngine(Protocol):
     """Any engine that agents run on: `AsyncEngine` over any runner, `RemoteEngine`, or one of your own.
 
-    Leaving the iteration of `generate` early must end the request.
+    Leaving the iteration of `generate` early must end the request. What goes wrong is a `ShoalError`, raised or in the
+    result; any other exception is taken for a defect and ends the run.
     """
 
     @property

@@ -123,6 +123,8 @@ class _Reader:
             entry = waiting[name]
             node = self._guard(entry.line, lambda entry=entry: self._node(graph, entry))
             self._built[name] = node
+        for name, entry in waiting.items():
+            self._guard(entry.line, lambda name=name: graph.inputs_of(self._built[name]))
         self._guard(entries["nodes"].line, graph.check)
         return graph
 

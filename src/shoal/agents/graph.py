@@ -186,21 +186,19 @@ class Graph(Builder):
         """The names of the inputs that its prompts and rules use."""
         found = {*self._declared, *(path[0] for path in placeholders(self.shared))}
         for node in self.nodes.values():
-            found |= self._inputs_of(node)
+            found |= self.inputs_of(node)
         return frozenset(found)
 
     def check(self) -> None:
-        """Refuse a graph that cannot run: no nodes, cycles, prompts naming nodes that they do not wait for."""
+        """Refuse a graph that cannot run: no nodes, prompts naming nodes that they do not wait for."""
         if not self.nodes:
             raise GraphError("the graph has no nodes", hint="add an agent")
-        for node, needs in self._needs.items():
-            for need in needs:
-                self._refuse_cycle(node, need)
         for name in self.inputs:
             if name in RESERVED:
                 raise GraphError(f"{{{name}}} cannot be an input", value=name, limit=RESERVED, hint="rename it")
 
-    def _inputs_of(self, node: Node) -> set[str]:
+    def inputs_of(self, node: Node) -> set[str]:
+        """The inputs that a node's prompts and rule use. GraphError when they name a node it does not wait for."""
         known = {need.id for need in self._needs[node]}
         found = set()
         if node.rule is not None:
@@ -228,8 +226,8 @@ class Graph(Builder):
     ) -> Run:
         """A run, to be used with `async with`: iterate over it for events, add nodes to it, cancel nodes of it.
 
-        `task_id` names the run in traces and towards the engine, `seed` makes it repeatable. Raises `GraphError` for
-        missing or unknown inputs, `CycleError`.
+        `task_id` names the run in traces and towards the engine, unique among the runs under way; `seed` makes it
+        repeatable. Raises `GraphError` for missing or unknown inputs, and as `check`.
         """
         from shoal.agents.run import Run
 

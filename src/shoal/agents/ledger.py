@@ -63,6 +63,13 @@ class Ledger(Builder):
         """The nodes that wait for it."""
         return self._dependants[node]
 
+    def readers(self, node: Node) -> list[Node]:
+        """The nodes that wait for it, and those that wait for a node it is a part of."""
+        found: list[Node] = []
+        for other in self._dependants[node]:
+            found += self.readers(other) if other in self._members else [other]
+        return found
+
     def members(self, node: Node) -> Sequence[Node]:
         """The agents' nodes that a node stands for; an agent's node stands for itself."""
         if node not in self._members:

@@ -12,8 +12,8 @@ from typing import Any
 from shoal.agents.agent import placeholders
 from shoal.agents.graph import Graph
 from shoal.agents.rehearse import Rehearsed, rehearse
-from shoal.core.prefix_tree import common_prefix
 from shoal.errors import GraphFileError
+from shoal.handles import PrefixCache
 from shoal.types import Message
 
 Tokenize = Callable[[Sequence[Message]], Sequence[int]]
@@ -94,6 +94,10 @@ def read_prompts(path: Path) -> dict[str, list[Message]]:
     return prompts
 
 
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return len(PrefixCache.longest_common_prefix([a, b]))
+
+
 # -- measuring --------------------------------------------------------------------------------------------------
 
 
@@ -102,13 +106,13 @@ def _measure(tokens: Mapping[str, tuple[int, ...]], where: Callable[[str, int], 
     for name, own in tokens.items():
         best, sibling = 0, None
         for other, theirs in tokens.items():
-            length = common_prefix(own, theirs) if other != name else -1
+            length = _common(own, theirs) if other != name else -1
             if length > best or (sibling is None and length >= 0):
                 best, sibling = length, other
         ends = "its end" if best == len(own) else where(name, best)
         shares.append(Share(name, len(own), best, sibling, ends))
     every = list(tokens.values())
-    common = min((common_prefix(every[0], other) for other in every[1:]), default=len(every[0])) if every else 0
+    common = min((_common(every[0], other) for other in every[1:]), default=len(every[0])) if every else 0
     return tuple(shares), common
 
 
@@ -119,7 +123,7 @@ def _part_at(parts: Sequence[tuple[str, str]], tokens: tuple[int, ...], length: 
     for count in range(len(rest) + 1):
         text = "\n\n".join(text for _, text in rest[:count])
         begun = tokenize([*rules, {"role": "user", "content": text}]) if count or rules else ()
-        if common_prefix(tokens, tuple(begun)) > length:
+        if _common(tokens, tuple(begun)) > length:
             return rest[count - 1][0] if count else parts[0][0]
     return parts[-1][0]
 
@@ -128,7 +132,7 @@ def _message_at(messages: Sequence[Message], length: int, tokenize: Tokenize) ->
     """The role of the message that token number `length` belongs to."""
     whole = tuple(tokenize(messages))
     for count in range(1, len(messages)):
-        if common_prefix(whole, tuple(tokenize(messages[:count]))) > length:
+        if _common(whole, tuple(tokenize(messages[:count]))) > length:
             return str(messages[count - 1].get("role"))
     return str(messages[-1].get("role")) if messages else ""
 
@@ -186,8 +190,8 @@ def _of_twins(scenes: Sequence[Rehearsed], tokenize: Tokenize) -> list[str]:
     names = list(texts)
     for i, name in enumerate(names):
         for other in names[i + 1 :]:
-            length = common_prefix(tuple(map(ord, texts[name])), tuple(map(ord, texts[other])))
-            words = texts[name][:length].rsplit(" ", 1)[0]
+            length = _common(texts[name].encode(), texts[other].encode())
+            words = texts[name].encode()[:length].decode(errors="ignore").rsplit(" ", 1)[0]
             if words and _size(words, tokenize) > _WORTH:
                 findings.append(
                     f"{name} and {other} begin with the same words ({words[:40]!r} ...): move them into the shared part"

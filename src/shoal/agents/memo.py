@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import fields
 
 from shoal.agents.engines import AgentEngine, leaving
-from shoal.types import Event, FinishReason, Request, Result
+from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 
 _GOOD = (FinishReason.STOP, FinishReason.LENGTH)
+_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "seed"]
 
 
 class Memo:
@@ -22,18 +22,16 @@ class Memo:
     def __init__(self) -> None:
         self._results: dict[str, asyncio.Future[Result | None]] = {}
 
-    async def known(self, request: Request) -> Result | None:
-        """The result that the same request had, waiting for it if it is being computed; None: compute it."""
-        key = _key(request)
+    async def known(self, key: str | None) -> Result | None:
+        """The result of the request with this key, waiting for it if it is being computed; None: compute it."""
         while key is not None and key in self._results:
             result = await asyncio.shield(self._results[key])
             if result is not None:
                 return result
         return None
 
-    async def generate(self, engine: AgentEngine, request: Request) -> AsyncIterator[Event]:
-        """Events of the request, and its result noted for others."""
-        key = _key(request)
+    async def generate(self, engine: AgentEngine, request: Request, key: str | None) -> AsyncIterator[Event]:
+        """Events of the request, and its result noted for others that have the same key (None: nobody has)."""
         if key is None or key in self._results:
             async with leaving(engine.generate(request)) as events:
                 async for event in events:
@@ -53,10 +51,10 @@ class Memo:
                 future.set_result(None)
 
 
-def _key(request: Request) -> str | None:
+def key_of(request: Request) -> str | None:
     """What two requests with the same output have in common; None for one that samples."""
     sampling = request.sampling
     if sampling.temperature > 0:
         return None
-    facts = [request.messages, asdict(sampling) | {"seed": None}, asdict(request.namespace)]
-    return json.dumps(facts, sort_keys=True, default=str)
+    facts = [getattr(sampling, name) for name in _FIELDS]
+    return repr((request.messages, facts, request.namespace))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.agents.attempt import history_of
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.types import Message
 
 _LEAST = 64  # characters beyond the shared part that are worth a word to the engine
+_GROWTH = 1.25  # the next look comes when so many times more inputs have ended
 
 
 class Keeper(Protocol):
@@ -65,6 +67,15 @@ class NoKeeper:
         """Nothing."""
 
 
+@dataclass(slots=True)
+class _Look:
+    """When to look at a waiting node again: after how many of its inputs have ended, or when one is being written."""
+
+    ended: int = 0
+    due: int = 0
+    writing: bool = False
+
+
 class _Kept:
     """One beginning: the task that announces it, and the nodes it is kept for."""
 
@@ -85,6 +96,7 @@ class PrefixKeeper:
         self._engine = engine
         self._kept: dict[str, _Kept] = {}
         self._of: dict[Node | None, str] = {}  # None: the shared part, kept for the whole run
+        self._looks: dict[Node, _Look] = {}
         self._gone: list[asyncio.Task[Expectation | None]] = []
 
     def begin(self) -> None:
@@ -101,8 +113,8 @@ class PrefixKeeper:
         kept = self._kept.get(self._of.get(node, ""))
         if kept is not None and kept.nodes == {node} and not kept.task.done():
             self._drop(node)  # it computes its prompt itself, in its own class
-        for other in self._run.dependants(node):
-            self._look_ahead(other)
+        for other in self._run.readers(node):
+            self._look_ahead(other, ended=False)
 
     def joined(self, node: Node) -> None:
         """It holds its prompt itself from here on."""
@@ -111,8 +123,8 @@ class PrefixKeeper:
     def ended(self, node: Node) -> None:
         """One input more of its dependants is certain."""
         self._drop(node)
-        for other in self._run.dependants(node):
-            self._look_ahead(other)
+        for other in self._run.readers(node):
+            self._look_ahead(other, ended=True)
 
     async def end(self) -> None:
         """Take all announcements back."""
@@ -120,20 +132,27 @@ class PrefixKeeper:
             self._drop(node)
         await asyncio.gather(*self._gone, return_exceptions=True)
 
-    def _look_ahead(self, node: Node) -> None:
-        """Announce what is certain of a waiting node's prompt, and compute it while an input is being written."""
+    def _look_ahead(self, node: Node, *, ended: bool) -> None:
+        """Announce what is certain of a waiting node's prompt, and compute it while an input is being written.
+
+        Looking costs time in proportion to the inputs, so it is done a number of times that grows with their logarithm.
+        """
         run = self._run
         if len(node.agents) != 1 or not run.open.get(node):
             return
+        look = self._looks.setdefault(node, _Look())
+        look.ended += ended
+        if look.writing and look.ended < look.due:
+            return
+        look.writing = any(run.is_running(need) for need in run.needs(node))
+        look.due = max(look.ended + 1, int(look.ended * _GROWTH))
         try:
             history = history_of(run, node)
             layout = layout_of(run, node, node.agents[0], history, ahead=True)
         except GraphError:  # a template names what is not there yet, or the node will say what is wrong
             return
-        if not history and len(layout.known()) < _LEAST:
-            return
-        writing = any(run.is_running(need) for need in run.needs(node))
-        self._keep(node, layout.beginnings(), run.distance(node), compute=writing)
+        if history or len(layout.known()) >= _LEAST:
+            self._keep(node, layout.beginnings(), run.distance(node), compute=look.writing)
 
     def _keep(self, node: Node | None, prompts: Sequence[Sequence[Message]], steps: int, *, compute: bool) -> None:
         key = f"{compute}{prompts!r}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shoal.agents.agent import Agent, check_seconds
 from shoal.agents.attempt import pursue, settle
+from shoal.agents.engines import LocalEngine
 from shoal.agents.events import EventKind, GraphEvent, GraphResult, Outcome, State
 from shoal.agents.graph import Graph
 from shoal.agents.ledger import Ledger
@@ -60,6 +61,7 @@ class Run(Ledger):
         self.records: list[Mapping[str, Any]] = []
         self.chats: dict[Node, list[Message]] = {}  # what each agent was asked, for those that go on from it
         self.memo = Memo()
+        self.local = isinstance(engine, LocalEngine)  # it takes hints, and counts timeouts from joining the batch
         self.keeper = make_keeper(self)
         self.spans = make_spans(self.task_id, graph.name)
         self._deadline_s = graph.deadline_s if deadline_s is None else deadline_s
@@ -170,8 +172,10 @@ class Run(Ledger):
     # -- what rules and attempts ask ----------------------------------------------------------------------------
 
     def is_running(self, node: Node) -> bool:
-        """True while an agent writes for it."""
-        return node.agent is not None and node in self._started_ms and node in self.open
+        """True while an agent writes for it, or for a node that it stands for."""
+        return any(
+            part.agent is not None and part in self._started_ms and part in self.open for part in self.members(node)
+        )
 
     def next_attempt(self, node: Node) -> int:
         """The number of the attempt that begins now, from 1."""
@@ -209,7 +213,7 @@ class Run(Ledger):
 
     def record(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Put a record into the trace; it gets the task's id and the time since the run began."""
-        full = self.trace.write({"task_id": self.task_id, "at_ms": round(self.now_ms, 3), **record})
+        full = self.trace.write({**record, "task_id": self.task_id, "at_ms": round(self.now_ms, 3)})
         self.records.append(full)
         return full
 

@@ -6,17 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from shoal.errors import StoreError
-
-ATTEMPT_FIELDS = (
-    "request_id", "task_id", "agent_id", "attempt", "cache_hit", "prefix_tokens", "generated_tokens", "queue_ms",
-    "ttft_ms", "latency_ms", "memory_mb", "outcome", "cause",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +21,8 @@ class Attempt:
     `cache_hit` says that at least one token came from the prefix tree, `prefix_tokens` how many. `queue_ms`,
     `ttft_ms` and `latency_ms` count from submission; None where it never came to that, or a remote engine does not
     tell. `memory_mb` is the KV of its tokens (10**6 bytes; None where the engine does not tell). `outcome` is ok,
-    failed, invalid (the output does not fit the schema), timeout or cancelled, and `cause` says why it is not ok.
+    failed, invalid (the output does not fit the schema), timeout or cancelled, and `cause` says why it is not ok, or
+    which identical call it was answered by.
     """
 
     request_id: str
@@ -52,7 +48,10 @@ class Attempt:
 
     def record(self) -> dict[str, Any]:
         """As it stands in the trace."""
-        return {"kind": "attempt", **asdict(self)}
+        return {"kind": "attempt", **{name: getattr(self, name) for name in _FIELDS}}
+
+
+_FIELDS = [field.name for field in fields(Attempt)]
 
 
 class Trace:

@@ -1,0 +1,129 @@
+"""What the engine is told of prompts to come: what is kept, what is prefetched, and what is freed again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from shoal.agents import Agent, EventKind, Graph, GraphResult, Run, default
+from shoal.aio import AsyncEngine
+from shoal.plan import ModelSpec
+from shoal.runners.fake import FakeRunner
+from shoal.types import Event, Request, SamplingParams
+from tests.agents.helpers import SHORT, go, toy
+
+RULES = "Rules that every agent of this graph has in common, of a good many tokens, so that it is worth to keep them."
+ROLE = "A role that is long enough to be worth computing while its inputs are still being written by somebody else."
+
+
+class Plain:
+    """The engine's face without hints."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._engine.spec
+
+    def generate(self, request: Request) -> AsyncIterator[Event]:
+        return self._engine.generate(request)
+
+
+def agent(name: str, **fields: Any) -> Agent:
+    return Agent(name, task=f"Do {name}", **{"sampling": SHORT, **fields})
+
+
+def attempts(result: GraphResult) -> dict[str, Any]:
+    return {r["agent_id"]: r for r in result.records if r["kind"] == "attempt"}
+
+
+def test_what_a_pending_node_needs_outlives_a_flood_of_others() -> None:
+    """Between two agents of a graph, requests of others go through a small pool several times over."""
+
+    async def flood(run: Run, output: str) -> str:
+        engine: Any = getattr(run.engine, "_engine", run.engine)
+        for i in range(12):
+            await engine.complete(Request(prompt=f"{i:03d}" * 60, sampling=SHORT))
+        return "flooded"
+
+    async def main(hints: bool) -> int:
+        async with toy(FakeRunner(num_blocks=40, block_size=16)) as engine:
+            graph = Graph(RULES)
+            first = graph.add(agent("first"))
+            noise = graph.call(flood, after=first)
+            graph.add(agent("last"), after=noise)
+            result = await graph.run(engine if hints else Plain(engine))
+            assert engine.engine.stats().evictions > 20
+            return int(attempts(result)["last"]["prefix_tokens"])
+
+    assert go(main(hints=True)) >= len(RULES) // 16 * 16
+    assert go(main(hints=False)) < 16
+
+
+def test_a_dependants_static_part_is_computed_while_its_input_is_written() -> None:
+    async def main(hints: bool) -> tuple[Any, GraphResult]:
+        async with toy(FakeRunner(step_s=0.002)) as engine:
+            graph = Graph(RULES)
+            first = graph.add(agent("first", sampling=SamplingParams(max_tokens=60, ignore_eos=True)))
+            parts = graph.map(agent("writer", role=ROLE), over=["a"], after=first)
+            graph.add(agent("editor", role=f"Another. {ROLE}"), after=parts)
+            result = await graph.run(engine if hints else Plain(engine))
+            return attempts(result), result
+
+    with_hints, result = go(main(hints=True))
+    prefetched = {r["agent_id"]: r["tokens"] for r in result.records if r["kind"] == "prefetch"}
+    assert with_hints["writer[0]"]["prefix_tokens"] >= len(RULES) + 60, "the role was there"
+    assert with_hints["editor"]["prefix_tokens"] >= len(RULES) + 60
+    assert prefetched["editor"] >= len(RULES) + 60
+    without, result = go(main(hints=False))
+    assert not [r for r in result.records if r["kind"] == "prefetch"]
+    assert without["writer[0]"]["prefix_tokens"] <= len(RULES) + 3
+
+
+def test_the_shared_part_is_computed_once_by_a_cold_fan_out() -> None:
+    async def main() -> None:
+        async with toy() as engine:
+            graph = Graph(RULES)
+            graph.map(Agent("w", task="Write {item}", sampling=SHORT), over=list("abcdef"))
+            result = await graph.run(engine)
+            cached = sorted(r["prefix_tokens"] for r in attempts(result).values())
+            assert cached[0] == 0
+            assert cached[1] >= len(RULES)
+
+    go(main())
+
+
+def test_an_attempt_that_is_out_of_time_holds_nothing_at_the_next_token() -> None:
+    async def main() -> None:
+        async with toy(FakeRunner(step_s=0.002)) as engine:
+            graph = Graph()
+            endless = SamplingParams(max_tokens=3000, ignore_eos=True)
+            graph.add(agent("slow", sampling=endless, timeout_s=0.1, on_failure=default("-")))
+            graph.add(agent("steady", sampling=SamplingParams(max_tokens=200, ignore_eos=True)))
+
+            def running() -> int:
+                return engine.engine.call(lambda: len(engine.engine._loop.scheduler.running))
+
+            async with graph.start(engine) as run:
+                async for event in run:
+                    if event.kind is EventKind.ATTEMPT and event.node is not None and event.node.id == "slow":
+                        assert await asyncio.to_thread(running) == 1, "only the steady one is in the batch"
+                        break
+                await run.result()
+
+    go(main())
+
+
+def test_a_cancelled_run_takes_its_announcements_back() -> None:
+    async def main() -> None:
+        async with toy(FakeRunner(step_s=0.005)) as engine:
+            graph = Graph(RULES)
+            endless = SamplingParams(max_tokens=3000, ignore_eos=True)
+            first = graph.add(agent("first", sampling=endless))
+            graph.add(agent("second", role=ROLE), after=first)
+            async with graph.start(engine):
+                await asyncio.sleep(0.1)
+
+    go(main())
