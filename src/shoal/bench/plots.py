@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from shoal.bench.results import Results, figure
 from shoal.bench.tables import drawable
 from shoal.errors import BackendError
 
-_OURS, _PEERS = "#0b7285", ("#868e96", "#adb5bd", "#d9480f", "#f59f00", "#7048e8", "#c2255c")
+_OURS = "#0b7285"
+_PEERS = ("#868e96", "#d9480f", "#f59f00", "#7048e8", "#c2255c", "#2f9e44", "#adb5bd", "#1971c2", "#a61e4d")
 _SETTINGS = {
     "svg.hashsalt": "shoal",
     "svg.fonttype": "none",
@@ -43,27 +44,30 @@ def _colours(keys: list[str]) -> dict[str, str]:
     return {"shoal": _OURS, **{key: _PEERS[i % len(_PEERS)] for i, key in enumerate(others)}}
 
 
+def _bars(axes: Any, results: Results, levels: Sequence[Mapping[str, Any]], metric: str) -> None:
+    """A group of bars for each level, a bar for each contender that has the figure, with its range."""
+    keys = list(dict.fromkeys(key for level in levels for key in level["results"]))
+    colours, width = _colours(keys), 0.84 / len(keys)
+    for i, key in enumerate(keys):
+        found = [(place, f) for place, level in enumerate(levels) if (f := figure(level, key, metric)) is not None]
+        places = [place + (i - (len(keys) - 1) / 2) * width for place, _ in found]
+        errors = [[f.median - f.low for _, f in found], [f.high - f.median for _, f in found]]
+        heights = [f.median for _, f in found]
+        label, line = results.label(key), {"lw": 0.7}
+        axes.bar(places, heights, width, yerr=errors, label=label, color=colours[key], error_kw=line)
+    axes.set_xticks(range(len(levels)), [level["level"] for level in levels])
+    axes.figure.legend(loc="outside lower center", ncols=2)
+
+
 def scoreboard(results: Results, target: Path) -> bool:
     """Decode rate at 1, 2, 4 and 8 streams, bars by system."""
     if not drawable(results, "scoreboard"):
         return False
     levels = [level for level in results.levels("scaling") if level["level"] in ("1", "2", "4", "8")]
-    keys = list(dict.fromkeys(key for level in levels for key in level["results"]))
-    colours = _colours(keys)
-    with _drawing(results, target, 7.5, 3.2) as axes:
-        width = 0.8 / len(keys)
-        for i, key in enumerate(keys):
-            found = [figure(level, key, "decode_tokens_per_s") for level in levels]
-            heights = [f.median if f else 0.0 for f in found]
-            places = [place + (i - (len(keys) - 1) / 2) * width for place in range(len(levels))]
-            errors = [[f.median - f.low if f else 0.0 for f in found], [f.high - f.median if f else 0.0 for f in found]]
-            axes.bar(
-                places, heights, width, yerr=errors, label=results.label(key), color=colours[key], error_kw={"lw": 0.7}
-            )
-        axes.set_xticks(range(len(levels)), [level["level"] for level in levels])
+    with _drawing(results, target, 7.5, 3.6) as axes:
+        _bars(axes, results, levels, "decode_tokens_per_s")
         axes.set_xlabel("streams")
         axes.set_ylabel("tokens/s, all streams")
-        axes.legend()
     return True
 
 
@@ -115,21 +119,14 @@ def burst(results: Results, target: Path) -> bool:
 
 
 def fanout(results: Results, target: Path) -> bool:
-    """Wall time of eight branches by trunk, by system."""
+    """Wall time of eight branches by trunk, bars by system and by whether the trunk is shared."""
     if not drawable(results, "fanout"):
         return False
-    levels = results.levels("fanout")
-    keys = list(dict.fromkeys(key for level in levels for key in level["results"]))
-    colours = _colours(keys)
-    with _drawing(results, target, 7.5, 3.2) as axes:
-        for key in keys:
-            points = [(int(level["level"]), f.median) for level in levels if (f := figure(level, key, "wall_s"))]
-            if points:
-                axes.plot(*zip(*points, strict=True), "o-", ms=3, color=colours[key], label=results.label(key))
+    with _drawing(results, target, 7.5, 4.2) as axes:
+        _bars(axes, results, results.levels("fanout"), "wall_s")
         axes.set_yscale("log")
         axes.set_xlabel("tokens of the shared trunk")
         axes.set_ylabel("wall time of eight branches, s")
-        axes.legend()
     return True
 
 
