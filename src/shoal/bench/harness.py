@@ -125,7 +125,7 @@ class Harness:
     def fidelity(self, system: Named, exact: str, tokens: Sequence[int]) -> dict[str, Any]:
         """Mean divergence of a system from the exact logits, or why it cannot be said. A process of its own."""
         if not KINDS[system.kind].tells_logits:
-            return {"missing": "a server tells no logits"}
+            return {"missing": "it tells no logits"}
         worker = None
         try:
             worker = Worker(system.kind, self.sources[system])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shoal.bench import tables
 from shoal.bench.plots import PLOTS
@@ -91,65 +92,64 @@ def _section(results: Results, scenario: str, title: str, body: str, plots: Sequ
 
 
 def _introduction(results: Results, path: str) -> str:
-    machine, model = results.document["machine"], results.document["model"]
-    lines = [
-        f"Measured {results.document['when'][:10]} with one command, all in one run of "
-        f"{results.document.get('took_s', 0) / 60:.0f} minutes:",
-        f"```sh\n{results.document['command']}\nshoal bench report {path}\n```",
+    told, model = results.document, results.document["model"]
+    parts = [
+        f"Measured {told['when'][:10]} with one command, all in one run of {told.get('took_s', 0) / 60:.0f} minutes:",
+        f"```sh\n{told['command']}\nshoal bench report {path}\n```",
+        _machine(told["machine"]),
+        f"Model: {model['name']}, `{model['file']}`, SHA-256 `{model['sha256']}`.",
+        _READING,
     ]
-    if results.document["quick"]:
-        lines.append("**This is a quick run: an eighth of the tokens, to try the path out. Its figures say nothing.**")
-    bf16 = machine["gemm_bf16_ops_per_s"]
-    lines.append(
+    if told["quick"]:
+        parts.insert(
+            2, "**This is a quick run: an eighth of the tokens, to try the path out. Its figures say nothing.**"
+        )
+    throttled = sum(result["throttled"] for level in told["levels"] for result in level["results"].values())
+    if throttled:
+        parts.append(f"{throttled} runs were throttled (the machine was slower than at the start); none is quoted.")
+    return "\n\n".join(parts)
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    measured = [f"{machine['read_bytes_per_s'] / 1e9:.0f} GB/s read"]
+    for name in ("f32", "bf16"):
+        rate = machine[f"gemm_{name}_ops_per_s"]
+        if rate is not None:
+            measured.append(f"{rate / 1e9:.0f} GFLOP/s in {name}")
+    return (
         f"Machine: {machine['cpu']}, {machine['threads']} of {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {', '.join(machine['features'])}; {machine['system']}. "
-        f"Measured on "
-        f"the spot: {machine['read_bytes_per_s'] / 1e9:.0f} GB/s read, {machine['gemm_f32_ops_per_s'] / 1e9:.0f} "
-        f"GFLOP/s "
-        f"in f32" + (f", {bf16 / 1e9:.0f} in bf16" if bf16 else "") + f"; load {machine['load']:.2f} when it began. "
-        f"Model: {model['name']}, `{model['file']}`, SHA-256 `{model['sha256']}`."
+        f"Measured on the spot: {', '.join(measured)}; load {machine['load']:.2f} when it began."
     )
-    lines.append(
-        "Figures are medians, of five or more runs with the highest and the lowest left out; ranges stand in brackets. "
-        "Absolute numbers are this machine's; compare ratios. *Ceiling* is what the machine could give at best, "
-        "and the "
-        "share of it that was reached: bytes over bandwidth or operations over the peak of matrix products, "
-        "whichever is "
-        "more (`bench/ceiling.py`)."
-    )
-    throttled = sum(result["throttled"] for level in results.document["levels"] for result in level["results"].values())
-    if throttled:
-        lines.append(f"{throttled} runs were throttled (the machine was slower than at the start); none is quoted.")
-    return "\n\n".join(lines)
+
+
+_READING = """Figures are medians, of five or more runs with the highest and the lowest left out; ranges stand in
+brackets. Absolute numbers are this machine's; compare ratios. *Ceiling* is what the machine could give at best with
+this file, bytes over bandwidth or operations over the peak of matrix products, whichever takes longer; *of ceiling*
+is the share of it that was reached (`bench/ceiling.py`)."""
+
+_METHOD = """- Every system runs in a process of its own, one at a time, half a second after the one before. Within
+  a level they take turns, in an order that turns around from round to round, and each round has prompts that no
+  cache has seen.
+- All get the same token ids, the same number of tokens to write (greedy, end tokens ignored) and the same threads.
+- Before and after each run a small matrix product must take no more than {slowest:.2f} times its baseline
+  ({baseline_ms:.2f} ms); else the next run waits. It waited {waits:.0f} times, {waited_s:.0f} s in all. A run that
+  began or ended on a slower machine is marked as throttled and not quoted.
+- A system whose runs are long does fewer of them, at least two; n tells how many.
+- KL is the mean divergence in nats from exact float32 arithmetic over the file's own weights, on 512 tokens of
+  English; top-1 is how often the most likely token is the same. OpenVINO GenAI's pipeline tells no logits: its
+  figures are those of the model that it makes of the file, run beside it.
+- *8 bits* is the same model requantised to Q8_0 by llama.cpp, whose kernels for it are faster than those for Q4_1;
+  GenAI's conversion of Q4_1 loses too much (see its KL)."""
 
 
 def _method(results: Results) -> str:
-    gate, missing = results.document["gate"], results.document["missing"]
-    lines = [
-        "- Every system runs in a process of its own, one at a time, half a second after the one before. Within a "
-        "level they "
-        "take turns, in an order that turns around from round to round, and each round has prompts that no cache "
-        "has seen.",
-        "- All get the same token ids, the same number of tokens to write (greedy, end tokens ignored) and the "
-        "same threads.",
-        f"- Before each run a small matrix product must take no more than {1 + gate['margin']:.2f} times its baseline "
-        f"({gate['baseline_ms']:.2f} ms); else the run waits. It waited {gate['waits']} times, "
-        f"{gate['waited_s']:.0f} s in all. "
-        "A run that began or ended on a slower machine is marked as throttled and not quoted.",
-        "- A system whose runs are long does fewer of them (at least two); n tells how many.",
-        "- KL is the mean divergence in nats from exact float32 arithmetic over the file's own weights, on "
-        "512 tokens of English; top-1 is how often the most likely token is the same. For OpenVINO GenAI, whose "
-        "pipeline tells "
-        "no logits, it is that of the model which it makes of the file, run beside it.",
-        "- *8 bits* is the same model requantised to Q8_0 by llama.cpp: its codes for 8-bit weights are faster "
-        "than those for "
-        "Q4_1, and GenAI's conversion of Q4_1 loses too much (see its KL).",
-    ]
-    if not any(
-        "joules" in run for level in results.document["levels"] for r in level["results"].values() for run in r["runs"]
-    ):
+    gate, levels = results.document["gate"], results.document["levels"]
+    lines = [_METHOD.format(slowest=1 + gate["margin"], **gate)]
+    runs = [run for level in levels for result in level["results"].values() for run in result["runs"]]
+    if not any("joules" in run for run in runs):
         lines.append("- Energy: this machine's counters cannot be read.")
-    lines += [f"- Without `{key}`: {why}." for key, why in missing.items()]
+    lines += [f"- Without `{key}`: {why}." for key, why in results.document["missing"].items()]
     return "\n".join(lines)
 
 

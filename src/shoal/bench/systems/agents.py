@@ -14,6 +14,7 @@ from shoal.bench.systems.base import Setup, Source
 from shoal.bench.systems.ours import Shoal
 from shoal.bench.timeline import Timeline, Trace
 from shoal.bench.workloads import Job
+from shoal.errors import BenchmarkError
 from shoal.models import Store, load_tokenizer
 from shoal.plan import ModelSpec
 from shoal.types import Event, Request, Result, SamplingParams
@@ -56,6 +57,8 @@ class Agents(Shoal):
         asyncio.run(_report(rules, jobs[0].max_tokens).run(heard, task_id="bench", question="the harbour"))
         wall_s = time.perf_counter() - begin
         calls = [heard.calls[name] for name in sorted(heard.calls)]
+        if len(calls) != len(jobs):
+            raise BenchmarkError("the graph made another number of calls", value=len(calls), limit=len(jobs))
         traces = [Trace(t.arrival_s - begin, t.tokens, [at - begin for at in t.times]) for t, _ in calls]
         results = [result for _, result in calls]
         cached = sum(result.receipt.cached_tokens for result in results)
