@@ -36,6 +36,14 @@ def test_slower_is_worse_in_times_and_in_rates(tmp_path: Path) -> None:
     assert ", 0 for the worse" in made.stdout
 
 
+def test_single_runs_are_not_compared() -> None:
+    told = document(3.0)
+    for level in told["levels"]:
+        for figure in level["results"]["shoal"]["summary"].values() if "shoal" in level["results"] else ():
+            figure["n"] = 1
+    assert list(moves(Results(document()), Results(told))) == []
+
+
 def test_another_machine_is_said() -> None:
     told = document()
     told["machine"]["cpu"] = "another"

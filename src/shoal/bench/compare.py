@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.bench.results import Figure, Results
 
 _LEAST = 0.03  # medians closer than this are the same
+_RUNS = 2  # one run has no range
 _MORE_IS_BETTER = ("tokens_per_s", "hit_rate", "valid")
 _NEITHER = ("cached_tokens", "computed_tokens", "steps")
 
@@ -39,12 +40,13 @@ class Move:
 def moves(before: Results, after: Results) -> Iterator[Move]:
     """Figures of both whose ranges do not overlap and whose medians differ by more than 3 %, in the order of `before`.
 
-    The range is that of the runs that count, the extremes dropped where there were five.
+    The range is that of the runs that count, the extremes dropped where there were five; figures of one run are left
+    out.
     """
     new = dict(after.figures())
     for place, old in before.figures():
         now = new.get(place)
-        if now is None:
+        if now is None or min(old.n, now.n) < _RUNS:
             continue
         apart = now.low > old.high or now.high < old.low
         moved = Move(*place, old, now)
