@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from scripts.measure import parts
+from scripts.measure import common, parts
 
 FIGURES = {
     "scheduler": parts.scheduler_time,
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--runner", default="auto")
     options = parser.parse_args()
-    parts.SETTINGS["runner"] = options.runner
+    common.SETTINGS["runner"] = options.runner
     print(json.dumps({"figure": options.figure, "runner": options.runner, **FIGURES[options.figure](options.runs)}))
 
 

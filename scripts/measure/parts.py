@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import psutil
+from scripts.measure.common import MODEL, SETTINGS, spread
 
 from shoal import EngineConfig, Request, SamplingParams
-from shoal.bench.results import Figure
 from shoal.bench.systems.ours import sampling as greedy
-from shoal.bench.tables import quoted
-from shoal.bench.timeline import summary
 from shoal.bench.workloads import TEXT, Job, Workload, make_jobs
 from shoal.core.audit import check_integrity
 from shoal.intake import Intake
@@ -24,10 +21,7 @@ from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.sampling import SamplerState, sample
 
-MODEL = "smollm2-135m"
 STEPS = 64
-SETTINGS: dict[str, Any] = {}
-"""What every loop here is made with: the runner that `--runner` named."""
 
 
 def make_loop(**settings: Any) -> StepLoop:
@@ -46,10 +40,6 @@ def jobs(count: int, length: int, output: int, seed: int = 0) -> list[Job]:
 def add(loop: StepLoop, name: str, job: Job) -> Any:
     request = Request(prompt_tokens=job.prompt, sampling=greedy(job))
     return loop.add(name, loop.intake.admit(request), lambda event: None)
-
-
-def spread(values: Sequence[float]) -> str:
-    return quoted(Figure(**summary(values)))
 
 
 def scheduler_time(runs: int) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from shoal.models import Store, load_tokenizer
 from shoal.plan import ModelSpec
 from shoal.types import Event, Request, Result, SamplingParams
 
+_PAGES = 4  # a section is so many times as long as what the others write
 _SECTIONS = ("what is known", "what is disputed", "what follows")
 
 
 class Agents(Shoal):
-    """The jobs' shared beginning is what all agents are told; each writes as many tokens as a job says.
+    """The jobs' shared beginning is what all agents are told; each writes as many tokens as a job says, the
+    writers four times as many.
 
     `independent` runs the same graph without hints on an engine without sharing, as separate requests to any batching
     engine would; `serial` runs it there one request at a time.
@@ -70,9 +72,10 @@ class Agents(Shoal):
 def _report(rules: str, count: int) -> Graph:
     """The graph; lengths are fixed, so that all ways compute the same."""
     sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+    long = SamplingParams(max_tokens=_PAGES * count, ignore_eos=True)
     graph = Graph(shared=rules, name="report")
     plan = graph.add(Agent("planner", task="Outline a short report about {question}.", sampling=sampling))
-    writer = Agent("writer", role="You write plainly.", task="Write the section on {item}.", sampling=sampling)
+    writer = Agent("writer", role="You write plainly.", task="Write the section on {item}.", sampling=long)
     parts = graph.map(writer, over=list(_SECTIONS), after=plan)
     review = graph.add(Agent("reviewer", task="Say what is inconsistent.", sampling=sampling), after=parts)
     graph.add(Agent("editor", task="Merge the sections.", sampling=sampling, priority="high"), after=[parts, review])
