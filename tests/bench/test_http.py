@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,45 @@ def test_a_refusal_is_an_error_with_what_the_server_said(server: Server) -> None
     with pytest.raises(BenchmarkError, match="400") as caught:
         server.run([Job((10**9,), 2)])
     assert "prompt" in str(caught.value.value)
+
+
+class TextOnly(BaseHTTPRequestHandler):
+    """A server that knows OpenAI's API and nothing beside it: text in, two pieces of text out."""
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": [{"id": "plain"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not isinstance(body["prompt"], str) or "ignore_eos" in body:
+            self._answer(400, b'{"error": {"message": "text only"}}')
+            return
+        pieces = [{"choices": [{"text": text}]} for text in (body["prompt"][:2], "!", "")]
+        self._answer(200, b"".join(b"data: " + json.dumps(piece).encode() + b"\n\n" for piece in pieces))
+
+    def _answer(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+def test_a_server_that_refuses_token_ids_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Server, "_text", lambda self, job: "hello")
+    with ThreadingHTTPServer(("127.0.0.1", 0), TextOnly) as plain:
+        thread = threading.Thread(target=plain.serve_forever)
+        thread.start()
+        try:
+            system = Server(Source("toy", Path("none"), 1, Path(), url=f"http://127.0.0.1:{plain.server_port}/v1"))
+            system.prepare(Setup(1, 64, 0, 0))
+            timeline = system.run([Job((1, 2), 2)])
+            assert timeline.traces[0].tokens == [-1, -1]
+            assert (system.describe()["model"], system.describe()["prompts"]) == ("plain", "text")
+        finally:
+            plain.shutdown()
+            thread.join(10)
 
 
 def test_a_server_tells_no_logits(server: Server) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+
+from shoal.bench import machine
 from shoal.bench.machine import Memory, ThermalGate, calibration_s, gemm_f32, read_bandwidth
 
 
@@ -39,6 +43,19 @@ def test_waiting_is_bounded_each_time_and_in_all() -> None:
     assert len(slept) == 6
     assert not made.check().fit
     assert made.waited_s == 6.0
+
+
+def test_energy_is_read_where_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_POWERCAP", tmp_path)
+    assert machine.energy_joules() is None
+    for number, microjoules in enumerate((1_500_000, 2_000_000)):
+        zone = tmp_path / f"intel-rapl:{number}"
+        zone.mkdir()
+        (zone / "energy_uj").write_text(f"{microjoules}\n", "utf-8")
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the first: not counted twice
+    assert machine.energy_joules() == pytest.approx(3.5)
+    (tmp_path / "intel-rapl:2").mkdir()  # its counter is not there
+    assert machine.energy_joules() is None
 
 
 def test_what_is_measured_is_a_rate() -> None:

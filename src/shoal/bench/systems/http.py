@@ -30,8 +30,8 @@ Chunk = tuple[float, bytes]
 class Server:
     """A server at `source.url` (it ends in /v1). Plain HTTP only.
 
-    `tokens` in `source.options` set to "no" sends text and leaves out what is not OpenAI's API, for servers that refuse
-    token ids; such a server may end early, for `ignore_eos` is not of that API.
+    A server that refuses token ids gets text, without what is not of OpenAI's API; it may end early then, for
+    `ignore_eos` is not of that API.
     """
 
     VARIANTS: ClassVar[dict[str, str]] = {"": "over HTTP"}
@@ -42,6 +42,7 @@ class Server:
         self._process: subprocess.Popen[str] | None = None
         self._model: str | None = None
         self._streams = 0
+        self._prompts = "token ids"
 
     @staticmethod
     def missing() -> str | None:
@@ -54,18 +55,18 @@ class Server:
         return None if self._process is None else self._process.pid
 
     def prepare(self, setup: Setup) -> None:  # noqa: ARG002 - a server is as it is
-        """Ask the server which model it has."""
+        """Ask the server which model it has, and whether it takes token ids."""
         if self._model is None:
             with urlopen(f"{self._url}/models", timeout=30) as answer:
                 self._model = str(json.load(answer)["data"][0]["id"])
+            try:
+                self.run([Job((10, 11, 12), 1)])
+            except BenchmarkError:  # a refusal; whatever else is wrong shows again with text
+                self._prompts = "text"
 
     def describe(self) -> dict[str, Any]:
         """Where it is, and what it says it serves."""
         return {"version": "as the server is", "url": self._url, "model": self._model, "prompts": self._prompts}
-
-    @property
-    def _prompts(self) -> str:
-        return "text" if self._source.options.get("tokens") == "no" else "token ids"
 
     def run(self, jobs: Sequence[Job]) -> Timeline:
         """One connection for each job, all in one event loop."""
