@@ -87,6 +87,17 @@ def test_a_result_without_figures_is_still_a_page() -> None:
     assert not re.search(r"\| shoal \| [\d,]+(\.\d+)? \(", page)
 
 
+def test_outputs_that_sharing_changed_are_named() -> None:
+    told = document()
+    for level in told["levels"]:
+        for key, agreed in level["equality"].items():
+            agreed["equal"] = agreed["of"] if key.startswith("shoal") else 0
+    assert "must change nothing, and did not." in report.markdown(Results(told), "r.json")
+    fanout = next(level for level in told["levels"] if level["scenario"] == "fanout")
+    fanout["equality"]["shoal:unshared"]["equal"] = 0
+    assert "must change nothing, and did in fanout 256." in report.markdown(Results(told), "r.json")
+
+
 def test_a_failed_system_says_so() -> None:
     told = document()
     burst = next(level for level in told["levels"] if level["scenario"] == "burst")

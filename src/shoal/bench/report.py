@@ -29,7 +29,7 @@ def markdown(results: Results, path: str) -> str:
         *_section(results, "burst", "Burst", tables.burst(results), ("burst",)),
         *_section(results, "fanout", "Fan-out", tables.fanout(results), ("fanout",)),
         *_section(results, "staggered", "Staggered arrivals", tables.plain(results, "staggered")),
-        *_section(results, "mixed", "A long prompt joins", tables.mixed(results)),
+        *_section(results, "mixed", "A long prompt joins", tables.plain(results, "mixed")),
         *_section(results, "agents", "A graph of agents", tables.agents(results)),
         *_section(results, "overhead", "Overhead", tables.overhead(results)),
         *_section(results, "serve", "Over HTTP", tables.serve(results)),

@@ -206,11 +206,6 @@ def fanout(results: Results) -> str:
     return "\n\n".join([table(["wall, s, by trunk", *names], walls), table(["by trunk", *names], saved)])
 
 
-def mixed(results: Results) -> str:
-    """Worst gaps when a long prompt joins."""
-    return plain(results, "mixed")
-
-
 def agents(results: Results) -> str:
     """The graph against the same calls without it."""
     level = next(iter(results.levels("agents")), None)
@@ -266,21 +261,20 @@ def cold(results: Results) -> str:
 
 
 def equality(results: Results) -> str:
-    """How far outputs agree where the weights are the same file."""
-    rows = []
+    """How far outputs agree where the weights are the same file, and whether our own ways agree wholly."""
+    rows, broken = [], []
     for level in results.document["levels"]:
         for key, told in level["equality"].items():
-            if level["scenario"] in ("scaling", "burst", "fanout", "overhead", "serve"):
-                where = f"{level['scenario']} {level['level']}"
-                rows.append(
-                    [where, results.label(key), f"{told['equal']} of {told['of']}", number(told["common_tokens"])]
-                )
-    said = (
-        "Outputs against those of shoal in the same round, where the weights are the same file. Sharing, company "
-        "and HTTP must "
-        "change nothing, and do not; other systems round otherwise, and part where two tokens are nearly equally "
-        "likely."
-    )
+            if level["scenario"] not in ("scaling", "burst", "fanout", "overhead", "serve"):
+                continue
+            where = f"{level['scenario']} {level['level']}"
+            equal, common = f"{told['equal']} of {told['of']}", number(told["common_tokens"])
+            rows.append([where, results.label(key), equal, common])
+            if key.partition(":")[0] in ("shoal", "shoal-http") and told["equal"] != told["of"]:
+                broken.append(where)
+    said = "Outputs against those of shoal in the same round, where the weights are the same file. Other systems round "
+    said += "otherwise, and part where two tokens are nearly equally likely. Sharing and HTTP must change nothing, and "
+    said += f"did in {', '.join(broken)}." if broken else "did not."
     return said + "\n\n" + table(["", "against", "equal outputs", "tokens until they part, mean"], rows)
 
 
