@@ -1,1 +1,1 @@
-"""Figures of the engine, each from one command: `python -m scripts.measure NAME`."""
+"""Figures of single parts, each from one command: `python -m scripts.measure NAME`. Whole runs are `shoal bench`'s."""

@@ -1,7 +1,6 @@
-"""`python -m scripts.measure NAME [--runs N]`: one figure of the engine against its peer or its own ceiling.
+"""`python -m scripts.measure NAME [--runs N] [--runner NAME]`: one part of the engine by itself; prints one JSON line.
 
-Order within a run is interleaved, medians are quoted with the spread. Never run two at once. `peer` and `burst` need
-llama-cpp-python (compiled with CMAKE_ARGS="-DGGML_NATIVE=ON").
+Workloads, peers and ceilings are measured by `shoal bench`. Never run two at once.
 """
 
 from __future__ import annotations
@@ -9,19 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 
-from scripts.measure import common, engine, peer, sharing
+from scripts.measure import common, parts
 
 FIGURES = {
-    "peer": peer.peer,
-    "burst": peer.burst,
-    "batch": engine.batch,
-    "overhead": engine.overhead,
-    "scheduler": engine.scheduler_time,
-    "sampling": engine.sampling,
-    "fanout": sharing.fanout,
-    "second": sharing.second,
-    "stall": sharing.stall,
-    "distinct": sharing.distinct,
+    "scheduler": parts.scheduler_time,
+    "sampling": parts.sampling,
+    "second": parts.second,
+    "distinct": parts.distinct,
 }
 
 

@@ -118,6 +118,10 @@ class EngineClosedError(ShoalError):
     """The engine is closed, or has failed, and takes no more requests. `__cause__` is why, if it failed."""
 
 
+class BenchmarkError(ShoalError):
+    """A measurement could not be made, or a result file is not one. `value` names the system, level or file."""
+
+
 class GraphError(ShoalError):
     """A graph of agents is wrong as it is built or asked to run: a name, a reference, a policy, an input."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
+from shoal.bench.workloads import TEXT
 from shoal.errors import ModelNotFoundError
 from shoal.models import ModelFiles, Store, load_tokenizer
 from shoal.runners.openvino.runner import OpenVINORunner, Precision
@@ -24,8 +24,8 @@ def model_files() -> ModelFiles:
 
 @pytest.fixture(scope="session")
 def text_tokens(model_files: ModelFiles) -> list[int]:
-    """The first 512 tokens of the text beside this file."""
-    text = Path(__file__).with_name("text.txt").read_text("utf-8")
+    """The first 512 tokens of the text that fidelity is measured on."""
+    text = TEXT.read_text("utf-8")
     return load_tokenizer(model_files).encode(text, add_special=False)[:512]
 
 

@@ -43,6 +43,7 @@ MAY_SEE = {
     "loading": BASE | ENGINE | {"models", "runners"},
     "aio": BASE | {"engine", "handles", "running"},
     "agents": BASE | ENGINE | {"aio", "remote"},
+    "bench": BASE | ENGINE | {"aio", "agents", "core", "loading", "models", "runners"},
 }
 LAZY = {("engine", "loading"), ("engine", "state")}
 """Imported inside a function, so that they load only when used: they see the engine, and it calls them."""

@@ -361,3 +361,20 @@ def test_abort_frees_everything_wherever_it_strikes(where: str) -> None:
     assert [(p.seq, p.finish) for p in ends] == [(seq, FinishReason.ABORTED)]
     assert len(driver.scheduler.running) == neighbours
     check_integrity(driver.scheduler)
+
+
+@pytest.mark.parametrize("length", [8, 10])
+def test_a_prefix_that_is_all_cached_is_pinned_by_a_pass_that_feeds_a_token(length: int) -> None:
+    """A plan with an empty sequence is refused by real runners, and ends everybody in it."""
+    driver = Driver()
+    tokens = list(range(length))
+    driver.add([*tokens, 99], max_tokens=2)
+    driver.drain()
+    seq = driver.add(tokens, prefill_only=True)
+    other = driver.add(list(range(50, 60)))
+    plan = driver.step()
+    assert fed(plan)[seq.seq_id] == 1
+    assert other.seq_id in fed(plan)
+    assert driver.ended[-1].finish is FinishReason.STOP
+    assert seq.seq_id in driver.scheduler.pinned
+    check_integrity(driver.scheduler)

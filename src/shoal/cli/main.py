@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.cli import compare, doctor, graph, models, quantize, replay, run, serve, swarm, trace
+from shoal.cli import bench, compare, doctor, graph, models, quantize, replay, run, serve, swarm, trace
 from shoal.cli.console import describe
 from shoal.errors import ShoalError
 
@@ -53,6 +53,7 @@ app.command("quantize")(quantize.quantize)
 app.command("compare")(compare.compare)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

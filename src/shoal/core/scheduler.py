@@ -167,7 +167,8 @@ class Scheduler:
         chain = self._chain(in_order)
         for seq in in_order:
             if seq.status is Status.RUNNING and seq.decoding and self._ensure(seq, len(seq.tokens) + chain - 1):
-                planned.append(self._feed(seq, 1))
+                want = Want.ARGMAX if seq.greedy else Want.LOGITS
+                planned.append(ScheduledSequence(seq.seq_id, (seq.tokens[-1],), seq.computed, seq.table, want, 1))
         decodes = len(planned)
         budget = max(self.config.max_step_tokens - decodes, 0)
         if decodes:
@@ -326,15 +327,20 @@ class Scheduler:
 
     # -- taking the outcome into the books ----------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> None:
-        """The plan was executed in `ms`, and `sampled` holds the next token(s) of every sequence that wanted any."""
+    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> int:
+        """The plan was executed in `ms`, and `sampled` holds the next token(s) of every sequence that wanted any.
+
+        Returns how many of the tokens fed were of prompts, or of output that is computed again.
+        """
         decodes = prompt_tokens = 0
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)
-            if seq is None:  # ended while its row was sampled
-                continue
             fed = len(item.tokens)
-            if seq.decoding:
+            if seq is None:  # ended while its row was sampled
+                prompt_tokens += fed - item.generated
+                continue
+            decoding = seq.decoding
+            if decoding:
                 decodes += 1
             else:
                 prompt_tokens += fed
@@ -342,13 +348,13 @@ class Scheduler:
                 self.kv.copied(seq)
             seq.computed_tokens += fed
             self.queue.serve(seq, fed)
-            self._advance(seq, fed, sampled.get(item.seq_id, ()), plan.chain)
+            self._advance(seq, fed, sampled.get(item.seq_id, ()), plan.chain, prefill=not decoding)
         if plan.chain == 1:
             self.pacer.observe(decodes, prompt_tokens, ms)
         self._expire(now)
+        return prompt_tokens
 
-    def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...], chain: int) -> None:
-        prefill = not seq.decoding
+    def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...], chain: int, *, prefill: bool) -> None:
         seq.computed += fed
         if prefill:
             self.kv.index(seq, tail=True)

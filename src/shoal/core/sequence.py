@@ -109,7 +109,8 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """True when one token is to be fed and the next one is wanted."""
-        return self.behind == 1 and len(self.tokens) > self.prompt_len
+        count = len(self.tokens)  # asked of every sequence in every step
+        return count - self.computed == 1 and count > self.prompt_len
 
     @property
     def remaining(self) -> int:

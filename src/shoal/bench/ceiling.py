@@ -1,0 +1,62 @@
+"""What physics allows: bytes over bandwidth and operations over the peak of matrix products, for one workload."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.bench.workloads import Job, Workload
+from shoal.models.gguf import GgufModel, read_gguf
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a pass reads and multiplies: `weights` for each token; of these, `head` only where logits are wanted."""
+
+    weights: int
+    head: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+    @classmethod
+    def of(cls, path: Path) -> ModelFacts:
+        """Facts of a GGUF. KV is reckoned in 16 bits. Raises `ModelFormatError`s."""
+        model = read_gguf(path)
+        matrices = {name: tensor for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
+        head = model.vocab_size * model.n_embd
+        embedding = matrices["token_embd.weight"]
+        body = sum(tensor.shape[0] * tensor.shape[1] for tensor in matrices.values()) - head
+        body -= 0 if model.tied_embeddings else head
+        size = sum(tensor.data.nbytes for tensor in matrices.values())
+        size -= 0 if model.tied_embeddings else embedding.data.nbytes  # looked up, a row a token
+        return cls(body + head, head, size, _kv_bytes(model))
+
+
+def _kv_bytes(model: GgufModel) -> int:
+    return model.n_layers * model.n_kv_heads * model.head_dim * 2 * 2
+
+
+def ceiling(workload: Workload, jobs: Sequence[Job], model: ModelFacts, machine: Mapping[str, Any]) -> dict[str, float]:
+    """The best this machine could do: `decode_tokens_per_s`, `prefill_tokens_per_s`, `wall_s` (if all come at once).
+
+    A decode step reads all weights and the KV of its contexts once, a shared trunk once for all, and multiplies every
+    weight for every row; whichever takes longer bounds it. A prompt token multiplies all but the head; a shared trunk
+    is computed once. Attention's own operations, norms and all outside the model are left out: no system gets here.
+    """
+    bandwidth, peak = machine["read_bytes_per_s"], machine["int8_ops_per_s"]
+    rows = min(workload.batch, workload.requests)
+    own = statistics.fmean(len(job.prompt) - workload.trunk + job.max_tokens / 2 for job in jobs if job.counted)
+    context = workload.trunk + rows * own
+    step_s = max((model.weight_bytes + context * model.kv_bytes_per_token) / bandwidth, 2 * rows * model.weights / peak)
+    prompt_s = 2 * (model.weights - model.head) / peak
+    computed = sum(len(job.prompt) for job in jobs) - (len(jobs) - 1) * workload.trunk
+    found = {"decode_tokens_per_s": rows / step_s}
+    if not workload.trunk:
+        found["prefill_tokens_per_s"] = 1 / prompt_s
+    if not (workload.rate or workload.dependent or workload.schema):
+        steps = max(sum(job.max_tokens - 1 for job in jobs if job.counted) / rows, 0)
+        found["wall_s"] = computed * prompt_s + steps * step_s
+    return found

@@ -1,0 +1,159 @@
+"""A whole run of the suite: machine, model, systems, levels, fidelity, to one document."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.bench import reference
+from shoal.bench.ceiling import ModelFacts
+from shoal.bench.harness import Harness, Tell, why_missing
+from shoal.bench.machine import ThermalGate, measured
+from shoal.bench.results import SCHEMA
+from shoal.bench.systems import DEFAULT_PEERS, Named, named
+from shoal.bench.systems.base import Source
+from shoal.bench.workloads import TEXT, select
+from shoal.errors import BenchmarkError, RunnerError
+from shoal.models import ModelFiles, Store, load_tokenizer
+from shoal.models.gguf import read_gguf
+
+_FIDELITY_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to measure. `peers` are names of systems, None for all installed ones; `margin` is the thermal gate's."""
+
+    scenario: str = "all"
+    runs: int = 5
+    peers: tuple[str, ...] | None = None
+    model: str = "smollm2-135m"
+    runner: str = "auto"
+    threads: int | None = None
+    quick: bool = False
+    margin: float = 0.25
+
+
+def run_suite(
+    options: Options, facts: Mapping[str, Any], command: str, tell: Tell, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Measure, and give the document that `benchmarks/README.md` describes.
+
+    `facts` are those of the machine as `shoal doctor` has them; `tell` gets a line for each thing done, `save` the
+    document after each level, with what there is by then. Raises `BenchmarkError` for names that are not known, any
+    `ModelError`. A system that fails is in the document, with why.
+    """
+    workloads = select(options.scenario, quick=options.quick)
+    store = Store()
+    files = store.resolve(options.model)
+    if files.kind != "gguf":
+        raise BenchmarkError(f"{files.name} is no GGUF file", value=files.kind, hint="peers share one GGUF; give one")
+    threads = options.threads or int(facts["cores"])
+    sources, missing = _sources(options, files, store, threads)
+    for key, why in missing.items():
+        tell(f"without {key}: {why}")
+    tell("measuring the machine")
+    machine = {**facts, **measured(threads, list(facts["features"])), "threads": threads, "load": os.getloadavg()[0]}
+    text = load_tokenizer(files).encode(TEXT.read_text("utf-8"), add_special=False)
+    gate = ThermalGate(margin=options.margin, wait_s=1.0 if options.quick else 20.0)
+    model = ModelFacts.of(files.path)
+    harness = Harness(sources, gate, text=text, facts=model, machine=machine, tell=tell)
+    begin = time.perf_counter()
+    fidelity: dict[str, dict[str, Any]] = {}
+    levels: list[dict[str, Any]] = []
+
+    def document() -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "quick": options.quick,
+            "took_s": time.perf_counter() - begin,
+            "machine": machine,
+            "model": {"name": files.name, **_describe_file(files.path)},
+            "gate": gate.to_json(),
+            "systems": {s.key: _system(s, sources[s], harness, fidelity) for s in sources},
+            "missing": missing,
+            "levels": levels,
+        }
+
+    try:
+        fidelity |= _fidelity(harness, files, text[: 64 if options.quick else _FIDELITY_TOKENS], tell)
+        for i, workload in enumerate(workloads):
+            levels.append(harness.level(workload, options.runs))
+            save(document())
+            if i + 1 == len(workloads) or workloads[i + 1].scenario != workload.scenario:
+                harness.close(variants_only=True)
+    finally:
+        harness.close()
+    return document()
+
+
+def _sources(
+    options: Options, files: ModelFiles, store: Store, threads: int
+) -> tuple[dict[Named, Source], dict[str, str]]:
+    """Every system that takes part with its model, and why the others do not. BenchmarkError for an unknown name."""
+    ours = Source(options.model, files.path, threads, store.cache_dir(files.key), options={"runner": options.runner})
+    sources = {named("shoal"): ours, named("shoal-http"): ours, named("shoal-agents"): ours}
+    missing: dict[str, str] = {}
+    for text in options.peers if options.peers is not None else DEFAULT_PEERS:
+        system = named(text)
+        source = replace(ours, options={}, url=system.url)
+        reason = why_missing(system)
+        if reason is None and system.flavour == "q8":
+            reason = why_missing(named("llama"))  # whose tool makes the file
+            if reason is None:
+                try:
+                    source = replace(source, path=_eight_bits(files, store))
+                except RunnerError as error:
+                    reason = error.message
+        if system.kind == "shoal":
+            source = replace(source, options={"runner": system.flavour})
+        if reason is None:
+            sources[system] = source
+        else:
+            missing[text] = reason
+    reason = why_missing(named("shoal-http"))
+    if reason is not None:
+        del sources[named("shoal-http")]
+        missing["shoal-http"] = reason
+    return sources, missing
+
+
+def _eight_bits(files: ModelFiles, store: Store) -> Path:
+    from shoal.bench.systems.llama import requantised
+
+    return requantised(files.path, store.cache_dir("peers") / f"{files.key}.Q8_0.gguf")
+
+
+def _fidelity(harness: Harness, files: ModelFiles, tokens: Sequence[int], tell: Tell) -> dict[str, dict[str, Any]]:
+    """Each system against exact float32 arithmetic over the weights of the file under measurement."""
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        exact = Path(directory) / "exact.npy"
+        np.save(exact, reference.logits(read_gguf(files.path), list(tokens)))
+        for system in harness.sources:
+            told = found[system.key] = harness.fidelity(system, str(exact), tokens)
+            if "mean_kl" in told:
+                tell(f"fidelity of {system.key}: mean KL {told['mean_kl']:.4f}, top-1 {told['top1']:.3f}")
+    return found
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+
+def _system(system: Named, source: Source, harness: Harness, fidelity: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    loaded = harness.loaded.get(system.key, {})
+    return {"label": system.label, "file": source.path.name, "fidelity": fidelity.get(system.key, {}), **loaded}

@@ -1,0 +1,113 @@
+"""A graph of agents on this engine: a planner, three writers, a reviewer, an editor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+from shoal.agents import Agent, Graph
+from shoal.aio import AsyncEngine
+from shoal.bench.systems.base import Setup, Source
+from shoal.bench.systems.ours import Shoal
+from shoal.bench.timeline import Timeline, Trace
+from shoal.bench.workloads import Job
+from shoal.errors import BenchmarkError
+from shoal.models import Store, load_tokenizer
+from shoal.plan import ModelSpec
+from shoal.types import Event, Request, Result, SamplingParams
+
+_PAGES = 4  # a section is so many times as long as what the others write
+_SECTIONS = ("what is known", "what is disputed", "what follows")
+
+
+class Agents(Shoal):
+    """The jobs' shared beginning is what all agents are told; each writes as many tokens as a job says, the
+    writers four times as many.
+
+    `independent` runs the same graph without hints on an engine without sharing, as separate requests to any batching
+    engine would; `serial` runs it there one request at a time.
+    """
+
+    VARIANTS: ClassVar[dict[str, str]] = {
+        "graph": "as a graph in the engine",
+        "independent": "as independent requests, no sharing",
+        "serial": "one call after another, no sharing",
+    }
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._tokenizer = load_tokenizer(Store().resolve(source.model))
+        self._way = "graph"
+
+    def prepare(self, setup: Setup) -> None:
+        """Load the engine in the form that the variant wants."""
+        self._way = setup.variant
+        streams = 1 if self._way == "serial" else setup.streams
+        shared = "" if self._way == "graph" else "unshared"
+        super().prepare(Setup(streams, setup.length, setup.trunk, setup.kv_bytes, shared))
+
+    def run(self, jobs: Sequence[Job]) -> Timeline:
+        """Run the graph once; a trace for each call, in the order of their names."""
+        self.engine.suspend(drop_kv=True)
+        self.engine.resume()
+        rules = self._tokenizer.decode(jobs[0].prompt[: len(jobs[0].prompt) * 9 // 10])
+        heard = (_Hinted if self._way == "graph" else _Heard)(AsyncEngine(self.engine))
+        begin = time.perf_counter()
+        asyncio.run(_report(rules, jobs[0].max_tokens).run(heard, task_id="bench", question="the harbour"))
+        wall_s = time.perf_counter() - begin
+        calls = [heard.calls[name] for name in sorted(heard.calls)]
+        if len(calls) != len(jobs):
+            raise BenchmarkError("the graph made another number of calls", value=len(calls), limit=len(jobs))
+        traces = [Trace(t.arrival_s - begin, t.tokens, [at - begin for at in t.times]) for t, _ in calls]
+        results = [result for _, result in calls]
+        cached = sum(result.receipt.cached_tokens for result in results)
+        computed = sum(result.receipt.computed_tokens for result in results)
+        share = cached / max(sum(result.prompt_tokens for result in results), 1)
+        return Timeline(traces, wall_s, {"hit_rate": share, "computed_tokens": computed})
+
+
+def _report(rules: str, count: int) -> Graph:
+    """The graph; lengths are fixed, so that all ways compute the same."""
+    sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+    long = SamplingParams(max_tokens=_PAGES * count, ignore_eos=True)
+    graph = Graph(shared=rules, name="report")
+    plan = graph.add(Agent("planner", task="Outline a short report about {question}.", sampling=sampling))
+    writer = Agent("writer", role="You write plainly.", task="Write the section on {item}.", sampling=long)
+    parts = graph.map(writer, over=list(_SECTIONS), after=plan)
+    review = graph.add(Agent("reviewer", task="Say what is inconsistent.", sampling=sampling), after=parts)
+    graph.add(Agent("editor", task="Merge the sections.", sampling=sampling, priority="high"), after=[parts, review])
+    return graph
+
+
+class _Heard:
+    """An engine that writes down when each call began and when its tokens came. It takes no hints."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.calls: dict[str, tuple[Trace, Result]] = {}
+
+    @property
+    def spec(self) -> ModelSpec:
+        """As the engine's."""
+        return self.engine.spec
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """As the engine's."""
+        trace = Trace(time.perf_counter())
+        async with aclosing(self.engine.generate(request)) as events:  # type: ignore[type-var]
+            async for event in events:
+                trace.add(event.tokens, time.perf_counter())
+                if event.result is not None:
+                    self.calls[event.request_id] = (trace, event.result)
+                yield event
+
+
+class _Hinted(_Heard):
+    """The same, and hints go through."""
+
+    async def expect(self, prompts: Sequence[Any], **hints: Any) -> Any:
+        """As the engine's."""
+        return await self.engine.expect(prompts, **hints)

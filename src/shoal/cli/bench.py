@@ -1,0 +1,114 @@
+"""`shoal bench`: the engine measured, against its peers and against what the machine can give."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cli import options
+
+app = typer.Typer(no_args_is_help=False, help="Measure the engine against peers and ceilings; report and compare.")
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    scenario: Annotated[
+        str, typer.Option(help="scaling, burst, staggered, fanout, mixed, agents, overhead, serve; both; all.")
+    ] = "both",
+    runs: Annotated[int, typer.Option(help="Runs of each level; of five or more the extremes are dropped.", min=1)] = 5,
+    out: Annotated[Path | None, typer.Option(help="Write the result to this file too, after each level.")] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(help='Peers, by commas: llama, llama@q8, genai, url=http://HOST/v1; "" for none.'),
+    ] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",
+    threads: options.Threads = None,
+    margin: Annotated[float, typer.Option(help="Share by which the machine may be slower.", min=0.0)] = 0.25,
+    quick: Annotated[bool, typer.Option("--quick", help="An eighth of the tokens, to try it out.")] = False,
+) -> None:
+    """Measure. Progress goes to standard error; the last line of standard output is the result as one JSON document."""
+    if context.invoked_subcommand is not None:
+        return
+    from shoal.bench.suite import Options, run_suite
+    from shoal.cli.console import ensure_model
+    from shoal.cli.machine import machine_facts, versions
+
+    ensure_model(model)
+    asked = None if peers is None else tuple(name for name in peers.split(",") if name)
+    wanted = Options(scenario, runs, asked, model, runner, threads, quick, margin)
+    command = shlex.join(["shoal", *sys.argv[1:]])
+
+    def save(document: dict[str, Any]) -> None:
+        if out is not None:
+            out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+    document = run_suite(wanted, {**machine_facts(), "versions": versions()}, command, _tell, save)
+    save(document)
+    print(json.dumps(document), flush=True)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(metavar="RESULT", help="What --out wrote, under the repository's root.")],
+    root: Annotated[Path, typer.Option(help="Root of the repository.")] = Path(),
+) -> None:
+    """Write docs/benchmarks.md, its plots and the README's table from a result."""
+    from shoal.bench.report import write
+
+    for path in write(file, root):
+        print(path)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="The result to compare with.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The new one.")],
+) -> None:
+    """Say which figures moved beyond noise: ranges that do not overlap. Exit status 1 when any got worse."""
+    from shoal.bench.compare import moves, same_machine
+    from shoal.bench.results import Results
+    from shoal.bench.tables import number
+
+    old, new = Results.read(before), Results.read(after)
+    differing = same_machine(old, new)
+    if differing:
+        print(f"not the same {', '.join(differing)}: compare ratios only")
+    found = list(moves(old, new))
+    for move in found:
+        verdict = {True: "better", False: "WORSE", None: "changed"}[move.better]
+        place = f"{move.scenario} {move.level} {move.contender} {move.metric}"
+        medians = f"{number(move.before.median)} -> {number(move.after.median)}"
+        print(f"{verdict:8}{place}: {medians} ({100 * move.change:+.0f} %)")
+    print(f"{len(found)} figures moved, {sum(move.better is False for move in found)} for the worse")
+    if any(move.better is False for move in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def counts(
+    baseline: Annotated[Path, typer.Option(help="The stored counts.")] = Path("benchmarks/counts.json"),
+    write: Annotated[bool, typer.Option("--write", help="Store today's counts instead of comparing.")] = False,
+) -> None:
+    """Compare counts that do not depend on the machine with the stored ones. Exit status 1 when any differs."""
+    from shoal.bench.counts import counts as count
+    from shoal.bench.counts import differences
+
+    found = count()
+    if write:
+        baseline.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        return
+    lines = differences(json.loads(baseline.read_text("utf-8")), found)
+    print("\n".join(lines) if lines else f"{len(found)} levels, nothing differs")
+    if lines:
+        raise typer.Exit(1)
