@@ -12,7 +12,7 @@ from shoal.bench.workloads import SCENARIOS, TEXT, Job, Workload, make_jobs
 from shoal.config import EngineConfig
 from shoal.intake import Intake
 from shoal.loop import StepLoop
-from shoal.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
+from shoal.plan import StepOutput, StepPlan, Want
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.types import Event, Request, SamplingParams
 
@@ -27,30 +27,20 @@ class _Clock:
         return self.now
 
 
-class _Counting:
+class _Counting(FakeRunner):
     """The toy model, with every pass counted and the clock moved on."""
 
     def __init__(self, clock: _Clock, num_blocks: int) -> None:
-        self._runner = FakeRunner(num_blocks=num_blocks, context_length=8192)
+        super().__init__(num_blocks=num_blocks, context_length=8192)
         self._clock = clock
         self.passes = self.tokens = self.projections = 0
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._runner.spec
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self.passes += plan.chain
         self.tokens += plan.num_tokens * plan.chain
         self.projections += plan.chain * sum(item.want is not Want.NOTHING for item in plan.sequences)
         self._clock.now += plan.chain * (_PASS_S + _TOKEN_S * plan.num_tokens)
-        return self._runner.execute(plan)
-
-    def release(self, seq_ids: Sequence[SeqId]) -> None:
-        self._runner.release(seq_ids)
-
-    def close(self) -> None:
-        self._runner.close()
+        return super().execute(plan)
 
 
 def counts() -> dict[str, dict[str, int]]:
