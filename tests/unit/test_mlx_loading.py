@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -202,6 +203,34 @@ def test_an_engine_loads_and_runs_the_model_on_its_own_thread(tmp_path: Path) ->
     assert together == alone
     assert stats.peak_bytes is not None
     assert stats.peak_bytes > stats.weight_bytes
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_process_ends_quietly_after_its_engine(tmp_path: Path, damaged: bool) -> None:
+    path = write_tiny(tmp_path / "m", "llama").path
+    if damaged:
+        (path / "model.safetensors").write_bytes(b"nonsense")
+    code = f"""
+from pathlib import Path
+from shoal import Engine, EngineConfig, Request, SamplingParams
+from shoal.errors import ModelFormatError
+from shoal.loading import make_runner
+from shoal.models import Store
+from shoal.models.files import local_files
+
+config = EngineConfig(runner="mlx", kv_memory="8MiB", decode_chunk=3)
+try:
+    files = local_files("m", Path({str(path)!r}))
+    with Engine(lambda: make_runner(files, config, Store(Path({str(tmp_path)!r}))), None, config) as engine:
+        engine.run([Request(prompt_tokens=(5, 6, i), sampling=SamplingParams(max_tokens=9)) for i in range(3)])
+except ModelFormatError:
+    print("refused")
+print("ended")
+"""
+    expected = ["refused", "ended"] if damaged else ["ended"]
+    for _ in range(1 if damaged else 3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.split()) == (0, expected), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -62,6 +63,13 @@ class Loaded:
 def device() -> str:
     """What MLX computes on by default: "cpu" or "gpu"."""
     return "cpu" if mx.default_device() == mx.cpu else "gpu"
+
+
+def leave_thread() -> None:
+    """End MLX's streams of this thread, if it is not the main one: a thread that ends with them aborts the process."""
+    if threading.current_thread() is not threading.main_thread():
+        mx.synchronize()
+        mx.clear_streams()
 
 
 def read_model(files: ModelFiles, precision: Precision) -> Loaded:

@@ -10,12 +10,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
 from shoal.models.files import ModelFiles
 from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
-from shoal.runners.mlx.loading import Loaded, Precision, read_model, spec_of
+from shoal.runners.mlx.loading import Loaded, Precision, leave_thread, read_model, spec_of
 from shoal.runners.mlx.rows import Ahead, Rows, alike, arrays, kv_leaves, state_leaves
 from shoal.runners.mlx.store import BlockStore
 
@@ -78,8 +77,13 @@ class MLXRunner:
         """
         if cache_limit is not None:
             mx.set_cache_limit(cache_limit)
-        loaded = read_model(files, precision)
-        runner = cls(loaded, spec_of(loaded, kv_bytes, memory_bytes, max_step_tokens))
+        runner = None
+        try:
+            loaded = read_model(files, precision)
+            runner = cls(loaded, spec_of(loaded, kv_bytes, memory_bytes, max_step_tokens))
+        finally:
+            if runner is None:
+                leave_thread()
         if mx.metal.is_available():  # the weights stay where the GPU reads them
             runner._wired_before = mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         return runner
@@ -137,6 +141,7 @@ class MLXRunner:
         self._states.clear()
         self._batch, self._ahead = Rows([], [], []), None
         mx.clear_cache()
+        leave_thread()
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -303,7 +308,7 @@ class MLXRunner:
         if chain > 1 and any(item.want is not Want.ARGMAX or len(item.tokens) > 1 for item in items):
             raise RunnerError("a chained step feeds one token per sequence and wants the arg-max", value=chain)
         chosen: list[mx.array] = []
-        wanted, rows = None, [row for row, item in enumerate(ordered) if item.want is Want.LOGITS]
+        wanted, rows = None, [self._batch.ids.index(item.seq_id) for item in items if item.want is Want.LOGITS]
         if self._ahead is not None:
             best = self._ahead.best
             chosen.append(self._ahead.chosen)
@@ -326,7 +331,7 @@ class MLXRunner:
             for row, item in enumerate(ordered)
             if item.want is Want.ARGMAX
         }
-        return StepOutput(argmax, None if wanted is None else _in_plan_order(wanted, rows, ordered, items))
+        return StepOutput(argmax, None if wanted is None else np.array(wanted))
 
     def _started(self, fed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Start a step of the batch, one token a row; gives the best tokens to feed, the same with -1 where the logits
@@ -387,12 +392,3 @@ class MLXRunner:
             live = self._live[seq_id]
             if self._length(seq_id, live) - live.stored >= self._store_every:
                 self._flush(seq_id, live)
-
-
-def _in_plan_order(
-    logits: mx.array, rows: Sequence[int], ordered: Sequence[ScheduledSequence], items: Sequence[ScheduledSequence]
-) -> NDArray[np.float32]:
-    """Rows of logits, float32 [n, V], in the order of the plan; a copy that may be written to."""
-    place = {ordered[row].seq_id: i for i, row in enumerate(rows)}
-    order = [place[item.seq_id] for item in items if item.want is Want.LOGITS]
-    return np.array(logits)[order]
