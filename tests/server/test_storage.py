@@ -77,7 +77,7 @@ def test_a_model_that_is_being_loaded_is_not_deleted(home: Path) -> None:
 
 
 def test_a_pull_is_told_of_until_it_ends(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment once, at import
     assert live.post("/v1/storage", {"name": "no such name!"}).status_code == 404
     assert live.post("/v1/storage", {"name": "nobody/nothing"}).status_code == 200
     deadline = time.monotonic() + 20
