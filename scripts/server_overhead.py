@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -60,6 +61,22 @@ def client(port: int) -> None:
                         waiting.unregister(key.fileobj)
                         key.data.wire.close()
         print(json.dumps({"wall_s": time.perf_counter() - begin, "ttft_s": [s.first_s for s in streams]}), flush=True)
+
+
+def _summary(
+    streams: int, here: list[float], there: list[float], first_here: list[float], first_there: list[float]
+) -> dict[str, Any]:
+    """Rates in tokens per second and times in seconds, here and over HTTP, round by round."""
+    return {
+        "streams": streams,
+        "in_process_tok_s": round(statistics.median(here), 1),
+        "http_tok_s": round(statistics.median(there), 1),
+        "ratios": [round(b / a, 3) for a, b in zip(here, there, strict=True)],
+        "best_ratio": round(max(there) / max(here), 3),
+        "ratio": round(statistics.median(b / a for a, b in zip(here, there, strict=True)), 3),
+        "ttft_ms": [round(1e3 * statistics.median(times), 1) for times in (first_here, first_there)],
+        "added_ttft_ms": round(1e3 * statistics.median(b - a for a, b in zip(first_here, first_there, strict=True)), 1),
+    }
 
 
 def main() -> None:
@@ -113,17 +130,7 @@ def main() -> None:
             other.stdin.flush()
             first_there += json.loads(other.stdout.readline())["ttft_s"]
         other.stdin.close()
-    told = {
-        "streams": options.streams,
-        "in_process_tok_s": round(statistics.median(here), 1),
-        "http_tok_s": round(statistics.median(there), 1),
-        "ratios": [round(b / a, 3) for a, b in zip(here, there, strict=True)],
-        "best_ratio": round(max(there) / max(here), 3),
-        "ratio": round(statistics.median(b / a for a, b in zip(here, there, strict=True)), 3),
-        "ttft_ms": [round(1e3 * statistics.median(times), 1) for times in (first_here, first_there)],
-        "added_ttft_ms": round(1e3 * statistics.median(b - a for a, b in zip(first_here, first_there, strict=True)), 1),
-    }
-    print(json.dumps(told))
+    print(json.dumps(_summary(options.streams, here, there, first_here, first_there)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,16 +74,17 @@ def serve(
     def load(name: str) -> Engine:
         return load_engine(name, **settings)
 
-    def ready(number: int) -> None:
-        place = f"[{host}]" if ":" in host else host
-        print(f"shoal serves {model} on http://{place}:{number}/v1", flush=True)
-        note(f"the page is at http://{place}:{number}/")
-
     note(f"loading {model}")
     engine = load(model)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     hub = ModelHub(load, model, engine, Store().info)  # clients switch among what is in the store, no further
-    make_server(hub, config, listening, ready).run()
+    make_server(hub, config, listening, partial(_tell_address, model, host)).run()
+
+
+def _tell_address(model: str, host: str, port: int) -> None:
+    place = f"[{host}]" if ":" in host else host
+    print(f"shoal serves {model} on http://{place}:{port}/v1", flush=True)
+    note(f"the page is at http://{place}:{port}/")
 
 
 def _warn_if_open(host: str, api_key: str | None) -> None:
