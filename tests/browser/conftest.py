@@ -26,7 +26,7 @@ TWIN = "twin"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # not the session: Playwright keeps an event loop running while it is open
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
@@ -39,7 +39,7 @@ def browser() -> Iterator[Browser]:
         launched.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # not the session: it changes SHOAL_HOME
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A store with the default model and a second one of the same weights, sharing what was derived from them."""
     real = Store()
