@@ -171,9 +171,12 @@ def test_any_record_can_be_drawn(drawn: list[tuple[str, dict[str, Any]]]) -> Non
 
 def test_a_bar_stays_inside_of_its_axis() -> None:
     far = {"kind": "attempt", "task_id": "t", "agent_id": "a", "submitted_at_ms": 1e14, "left_at_ms": 2.0}
-    console = Console(file=io.StringIO(), width=120)
+    drawn = io.StringIO()
     for line in timelines([far]):
-        draw(line, console)
+        draw(line, Console(file=drawn, width=120))
+    lines = drawn.getvalue().splitlines()
+    assert any(line.startswith("a ") for line in lines)
+    assert max(map(len, lines)) <= 120
 
 
 @pytest.fixture
