@@ -90,7 +90,7 @@ class Replica:
 def load(model: str, settings: dict[str, Any]) -> Any:
     """An engine; the name `toy` gives the toy model, to try the cluster without a real one."""
     from shoal.config import EngineConfig
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
 
     if model != "toy":
         return Engine.load(model, **settings)

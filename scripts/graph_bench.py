@@ -19,8 +19,8 @@ from scripts.measure.common import forget, load, median, spread
 from shoal import AsyncEngine, Engine, Request, Result, SamplingParams
 from shoal.agents import Agent, Graph
 from shoal.config import EngineConfig
-from shoal.plan import ModelSpec
 from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import ModelSpec
 from shoal.types import Event, FinishReason
 
 RULES = "You write a report for a town of twelve thousand people together with others; keep to plain words. "

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from shoal.engine import Engine
-from shoal.grammar import Constraint
+from shoal.engine.engine import Engine
+from shoal.sampling.grammar import Constraint
 from shoal.types import Report, Request, SamplingParams
 
 TEXT = "(.|\n)*"  # any text: all rows decode all the time, and masks are as wide as they can be

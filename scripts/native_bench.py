@@ -110,7 +110,7 @@ class RunnerWorker:
         self.tables: list[tuple[int, ...]] = []
 
     def step(self, items: list[tuple[int, tuple[int, ...], int, bool]]) -> None:
-        from shoal.plan import ScheduledSequence, StepPlan, Want
+        from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 
         sequences = tuple(
             ScheduledSequence(s, tokens, start, self.tables[s], Want.ARGMAX if want else Want.NOTHING)

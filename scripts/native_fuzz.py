@@ -62,7 +62,7 @@ def any_int(rng: random.Random, usual: int) -> int:
 
 
 def random_plan(rng: random.Random, blocks: int, vocab: int) -> Any:
-    from shoal.plan import ScheduledSequence, StepPlan, Want
+    from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 
     def sequence(seq_id: int) -> ScheduledSequence:
         tokens = tuple(rng.randrange(vocab) for _ in range(rng.choice([0, 1, 1, 1, 2, 31, 33, 64])))

@@ -26,7 +26,7 @@ from tests.browser.conftest import CHROMIUM, MODEL
 from tests.browser.page import QUESTION, Bench
 
 from shoal.models import Store
-from shoal.server.page_files import ROOT
+from shoal.server.swarmbench.page_files import ROOT
 
 MEASURE = """
 async (question) => {

@@ -20,7 +20,7 @@ from tests.browser.conftest import CHROMIUM, MODEL
 from tests.browser.page import QUESTION, Bench
 from tests.server.live import Live
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 
 ROOT = Path(__file__).parent.parent
 SHOTS: dict[str, dict[str, Any]] = {

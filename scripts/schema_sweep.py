@@ -21,7 +21,7 @@ import jsonschema
 from tests.server.live import toy
 from tests.server.schemas import random_schema
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.runners.fake import FakeRunner
 from shoal.types import FinishReason, Request, SamplingParams
 

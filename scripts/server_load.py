@@ -20,7 +20,7 @@ from tests.server.crowd import crowd
 from tests.server.live import Live, toy
 from tests.server.test_load import resident
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 
 
 def main() -> int:

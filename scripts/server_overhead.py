@@ -89,7 +89,7 @@ def main() -> None:
 
     from tests.server.live import Live
 
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
     from shoal.types import Request, SamplingParams
 
     sys.setswitchinterval(0.0005)  # as `shoal serve` sets it

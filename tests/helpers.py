@@ -9,11 +9,11 @@ from shoal.config import EngineConfig
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Progress, Sequence
 from shoal.core.stop import StopChecker
-from shoal.engine import Engine
-from shoal.intake import Intake
-from shoal.loop import StepLoop
-from shoal.plan import ModelSpec, StepPlan, Want
+from shoal.engine.engine import Engine
+from shoal.engine.inputs import Intake
+from shoal.engine.loop import StepLoop
 from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import ModelSpec, StepPlan, Want
 from shoal.types import Event, Request, Result, SamplingParams
 
 BLOCK = 4

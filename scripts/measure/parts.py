@@ -13,13 +13,13 @@ from shoal import EngineConfig, Request, SamplingParams
 from shoal.bench.systems.ours import sampling as greedy
 from shoal.bench.workloads import TEXT, Job, Workload, make_jobs
 from shoal.core.audit import check_integrity
-from shoal.intake import Intake
-from shoal.loading import make_runner
-from shoal.loop import StepLoop
+from shoal.engine.inputs import Intake
+from shoal.engine.loading import make_runner
+from shoal.engine.loop import StepLoop
 from shoal.models import Store, load_tokenizer
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.fake import ByteTokenizer, FakeRunner
-from shoal.sampling import SamplerState, sample
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.sampling.sampler import SamplerState, sample
 
 STEPS = 64
 

@@ -3,11 +3,11 @@
 An embeddable engine that batches a fleet of agents through one local model. Importing it imports no backend.
 """
 
-from shoal.aio import AsyncEngine
 from shoal.config import EngineConfig
-from shoal.engine import Engine
+from shoal.engine.aio import AsyncEngine
+from shoal.engine.engine import Engine
+from shoal.engine.handles import Handle, PrefixCache
 from shoal.errors import ShoalError
-from shoal.handles import Handle, PrefixCache
 from shoal.types import Event, FinishReason, Namespace, Priority, Receipt, Report, Request, Result, SamplingParams
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What a caller asks and what comes back. What a step is stands in `plan.py`.
+"""What a caller asks and what comes back. What a step is stands in `runners/plan.py`.
 
 Times are in the unit their name ends in.
 Nothing here imports a backend, or anything but `errors`.
@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from shoal.errors import InvalidRequestError, ShoalError
-from shoal.plan import StepRecord
 
 Message: TypeAlias = Mapping[str, Any]
 """One chat message: `role`, `content`, and whatever else the chat template reads."""
@@ -309,6 +308,21 @@ class Event:
     def finished(self) -> bool:
         """True for the last event of a request."""
         return self.result is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step was, for reports. `batch` counts sequences, `prefill_tokens` prompt tokens among those fed.
+
+    `ms` is the whole step; `execute_ms` the part spent in the runner.
+    """
+
+    step: int
+    batch: int
+    prefill_tokens: int
+    decode_tokens: int
+    ms: float
+    execute_ms: float
 
 
 @dataclass(frozen=True, slots=True)

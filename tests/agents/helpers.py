@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from shoal.agents import AgentEngine
-from shoal.aio import AsyncEngine
 from shoal.core.audit import check_integrity
+from shoal.engine.aio import AsyncEngine
 from shoal.errors import RunnerError, ShoalError
-from shoal.plan import ModelSpec
 from shoal.runners.fake import FakeRunner
+from shoal.runners.plan import ModelSpec
 from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 from tests.helpers import toy_engine
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shoal.agents import Agent, Graph, Node, Run, State, default, fail, fallback, retry, skip
-from shoal.agents.policy import Last, Policy
-from shoal.aio import AsyncEngine
+from shoal.agents.build.policy import Last, Policy
+from shoal.engine.aio import AsyncEngine
 from shoal.runners.fake import FakeRunner
 from shoal.types import SamplingParams
 from tests.agents.helpers import FlakyEngine, go, nothing_held, toy

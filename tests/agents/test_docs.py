@@ -22,7 +22,7 @@ def blocks() -> list[str]:
 
 
 def test_the_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.loading.open_model", lambda *_, **__: opened())
+    monkeypatch.setattr("shoal.engine.loading.open_model", lambda *_, **__: opened())
     first, *others = blocks()
     assert len(others) >= 2
     inner = "".join(textwrap.indent(block, "    ") for block in others)

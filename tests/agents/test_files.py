@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shoal.agents import Graph, State
-from shoal.agents.files import load_graph
-from shoal.agents.policy import Default, Fallback, Retry, Skip
+from shoal.agents.build.files import load_graph
+from shoal.agents.build.policy import Default, Fallback, Retry, Skip
 from shoal.errors import CycleError, GraphFileError
 from shoal.types import Priority, Request
 from tests.agents.helpers import ScriptedEngine, agent_of, go

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.agents import Agent, Graph, Input
+from shoal.agents.dry_run import rehearse
 from shoal.agents.lint import lint_graph, lint_prompts, read_prompts
-from shoal.agents.rehearse import rehearse
 from shoal.errors import GraphFileError
 from shoal.runners.fake import ByteTokenizer
 from shoal.types import Message

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.agents import Agent, Graph, GraphResult, State, default, fail, fallback, retry, skip
-from shoal.agents.policy import Policy
+from shoal.agents.build.policy import Policy
 from shoal.errors import (
     EngineClosedError,
     GraphError,

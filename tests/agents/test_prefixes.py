@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from shoal.agents import Agent, EventKind, Graph, GraphResult, Run, default
-from shoal.aio import AsyncEngine
-from shoal.plan import ModelSpec
+from shoal.engine.aio import AsyncEngine
 from shoal.runners.fake import FakeRunner
+from shoal.runners.plan import ModelSpec
 from shoal.types import Event, Request, SamplingParams
 from tests.agents.helpers import SHORT, ScriptedEngine, go, toy
 

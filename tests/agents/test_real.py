@@ -11,7 +11,7 @@ import pytest
 
 from shoal import AsyncEngine, Engine, SamplingParams
 from shoal.agents import Agent, Graph, GraphResult, Run, State
-from shoal.agents.files import load_graph
+from shoal.agents.build.files import load_graph
 from shoal.errors import ModelNotFoundError
 from shoal.models import Store
 from tests.agents.helpers import nothing_held

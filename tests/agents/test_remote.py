@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from shoal.agents import Agent, Graph, State, default
 from shoal.cli.main import app
-from shoal.remote import RemoteEngine
+from shoal.engine.remote import RemoteEngine
 from shoal.types import SamplingParams
 from tests.agents.helpers import go
 from tests.server.live import Live, toy

@@ -14,13 +14,13 @@ import pytest
 
 from shoal import AsyncEngine, FinishReason, Request, SamplingParams
 from shoal.agents import Agent, Graph
-from shoal.agents.engines import LocalEngine
-from shoal.agents.rollout import Rollout, fraction
-from shoal.agents.rollout_plan import RolloutPlan, read_plan
-from shoal.agents.trace import Trace
+from shoal.agents.rollout.plan import RolloutPlan, read_plan
+from shoal.agents.rollout.rollout import Rollout, fraction
+from shoal.agents.run.engines import LocalEngine
+from shoal.agents.trace.trace import Trace
 from shoal.errors import ConfigError, EngineClosedError, InvalidRequestError, ModelNotFoundError, StoreError
-from shoal.plan import StepPlan
 from shoal.runners.fake import FakeRunner
+from shoal.runners.plan import StepPlan
 from tests.helpers import toy_engine
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)

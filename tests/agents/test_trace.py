@@ -21,8 +21,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from shoal.agents import Agent, Graph, Trace, default, read_trace, retry, skip
-from shoal.agents.page import page
-from shoal.agents.timeline import timelines
+from shoal.agents.trace.page import page
+from shoal.agents.trace.timeline import timelines
 from shoal.cli.main import app
 from shoal.cli.trace import draw
 from shoal.errors import RunnerError, StoreError
@@ -211,7 +211,7 @@ def test_spans_of_run_nodes_and_attempts(spans: InMemorySpanExporter) -> None:
 
 
 def test_without_opentelemetry_there_are_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.agents import spans as module
+    from shoal.agents.trace import spans as module
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert isinstance(module.make_spans("t", "g"), module.NoSpans)
@@ -239,7 +239,7 @@ def shoal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shoal:
     (tmp_path / "g.yaml").write_text(FILE)
 
     def run(*arguments: str, **fake: Any) -> Result:
-        monkeypatch.setattr("shoal.loading.open_model", lambda *_, **__: opened(**fake))
+        monkeypatch.setattr("shoal.engine.loading.open_model", lambda *_, **__: opened(**fake))
         monkeypatch.setattr("shoal.cli.console.ensure_model", lambda model: None)
         return CliRunner().invoke(app, arguments)
 

@@ -18,8 +18,8 @@ from shoal.bench.systems.http import LlamaServer
 from shoal.bench.systems.ours import Shoal
 from shoal.bench.timeline import metrics
 from shoal.bench.workloads import TEXT, Job, Workload, make_jobs
+from shoal.engine.loading import OpenedModel
 from shoal.errors import BenchmarkError
-from shoal.loading import OpenedModel
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 
 SOURCE = Source("toy", Path("none"), 1, Path())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import ShoalError
 from shoal.models import Store
 

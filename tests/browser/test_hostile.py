@@ -13,9 +13,9 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from playwright.sync_api import Page, expect
 
-from shoal.engine import Engine
-from shoal.plan import SeqId, StepOutput, StepPlan, Want
+from shoal.engine.engine import Engine
 from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import SeqId, StepOutput, StepPlan, Want
 from tests.browser.page import Bench
 from tests.server.live import Live
 

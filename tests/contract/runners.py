@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from shoal.config import EngineConfig
-from shoal.loading import make_runner
+from shoal.engine.loading import make_runner
 from shoal.models import Store
 from shoal.runners.base import Runner
 

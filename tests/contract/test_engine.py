@@ -9,8 +9,8 @@ import pytest
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
-from shoal.intake import Intake
-from shoal.loop import StepLoop, Ticket
+from shoal.engine.inputs import Intake
+from shoal.engine.loop import StepLoop, Ticket
 from shoal.runners.base import Runner
 from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 

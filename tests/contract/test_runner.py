@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.base import Runner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 
 Row = NDArray[np.float32]
 

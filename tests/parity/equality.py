@@ -18,11 +18,11 @@ import numpy as np
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
-from shoal.intake import Intake
-from shoal.loop import StepLoop, Ticket
-from shoal.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
+from shoal.engine.inputs import Intake
+from shoal.engine.loop import StepLoop, Ticket
 from shoal.runners.base import Runner
-from shoal.sampling import INVALID_TOKEN
+from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
+from shoal.sampling.sampler import INVALID_TOKEN
 from shoal.types import Event, Priority, Request, SamplingParams
 
 TRUNKS = (0, 20, 80, 160)  # lengths of the beginnings that requests share

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.base import Runner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 
 Row = NDArray[np.float32]
 

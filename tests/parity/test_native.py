@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from shoal.models import ModelFiles
 from shoal.models.gguf import read_gguf
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.native.runner import KvPrecision, NativeRunner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.native_tiny import isas
 from tests.parity.reference import logits, mean_kl
 from tests.parity.schedules import Job, run_alone, run_together

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shoal.models.gguf import read_gguf
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.native.runner import NativeRunner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.native_tiny import isas, open_tiny, write_blocks
 from tests.parity.reference import logits, mean_kl
 from tests.parity.tiny import VOCAB, write_tiny

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shoal.models.gguf import read_gguf
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.openvino import loading
 from shoal.runners.openvino import runner as runner_module
 from shoal.runners.openvino.runner import OpenVINORunner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.reference import logits, mean_kl
 from tests.parity.tiny import VOCAB, write_tiny
 

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from shoal.models import ModelFiles
 from shoal.models.gguf import read_gguf
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.openvino.runner import Precision
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.conftest import LoadRunner
 from tests.parity.reference import logits, mean_kl
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from shoal import Engine, FinishReason, Request, SamplingParams
+from shoal.diagnostics.isolation import check_isolation
 from shoal.errors import ConfigError, ModelNotFoundError
-from shoal.isolation import check_isolation
 from shoal.models import Store
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)

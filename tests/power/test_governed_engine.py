@@ -14,9 +14,9 @@ import pytest
 from shoal import AsyncEngine, Engine, EngineConfig, FinishReason, Priority, Request, SamplingParams
 from shoal.agents import Agent, Graph, Trace, retry
 from shoal.core.audit import check_integrity
+from shoal.engine.record import replay
 from shoal.errors import PowerLimitError
 from shoal.power import Action, Governor, Level, PowerPolicy, SimulatedSensor
-from shoal.record import replay
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -10,9 +10,9 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from shoal import Engine, Request, SamplingParams
+from shoal.engine.remote import RemoteEngine
 from shoal.errors import PowerLimitError
 from shoal.power import Governor, Level, SimulatedSensor
-from shoal.remote import RemoteEngine
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from tests.server.live import Live, error_of
 

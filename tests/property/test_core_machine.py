@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.engine.inputs import Intake
+from shoal.engine.loop import StepLoop, Ticket
 from shoal.errors import KVBudgetError, PromptTooLongError, RunnerError
-from shoal.intake import Intake
-from shoal.loop import StepLoop, Ticket
-from shoal.plan import StepPlan
 from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import StepPlan
 from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
 
 TRUNKS = (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shoal.sampling import INVALID_TOKEN, SamplerState, sample, uniform
+from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, uniform
 from shoal.types import SamplingParams
 
 Floats = NDArray[np.float32]

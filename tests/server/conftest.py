@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import ShoalError
 from tests.server.live import Live, toy
 

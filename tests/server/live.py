@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 
 from shoal.config import EngineConfig
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.server.config import ServerConfig
 from shoal.server.hub import ModelHub

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from shoal.server.fields import Common, Sampled
-from shoal.server.responses_schemas import ResponsesRequest
-from shoal.server.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
-from shoal.server.swarm_schemas import PullRequest, RenameRequest, SettingsRequest, StopRequest, SwarmRequest
+from shoal.server.openai.fields import Common, Sampled
+from shoal.server.openai.responses_schemas import ResponsesRequest
+from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from shoal.server.swarmbench.schemas import PullRequest, RenameRequest, SettingsRequest, StopRequest, SwarmRequest
 from tests.server.live import Live, error_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -74,7 +74,7 @@ def test_what_is_said_to_be_refused_is_refused_by_name(live: Live, section: str,
 
 
 def test_the_codes_in_the_code_are_in_the_table() -> None:
-    source = "".join(p.read_text() for p in (Path(__file__).parents[2] / "src/shoal/server").glob("*.py"))
+    source = "".join(p.read_text() for p in (Path(__file__).parents[2] / "src/shoal/server").rglob("*.py"))
     codes = set(re.findall(r'code="(\w+)"', source))
     internal = {"internal_error", "disconnected", "client_gone", "download_failed", "method_not_allowed"}
     assert codes - internal <= set(re.findall(r"`(\w+)`", PAGE.split("## Errors")[1]))

@@ -11,11 +11,11 @@ import jsonschema
 import numpy as np
 import pytest
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import InvalidRequestError, RunnerError
-from shoal.grammar import Constraint, _mask_of
-from shoal.plan import Want
 from shoal.runners.fake import FakeRunner
+from shoal.runners.plan import Want
+from shoal.sampling.grammar import Constraint, _mask_of
 from shoal.types import FinishReason, Request, SamplingParams
 from tests.server.live import Live, toy
 from tests.server.schemas import random_schema

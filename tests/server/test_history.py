@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import HistoryError
-from shoal.server.history import INTERRUPTED, History
+from shoal.server.swarmbench.history import INTERRUPTED, History
 
 
 def run(name: str, text: str = "an answer", state: str = "done", **fields: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ WRITER = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from shoal.server.history import History
+from shoal.server.swarmbench.history import History
 from tests.server.test_history import run
 history = History(Path(sys.argv[1]))
 number = 0

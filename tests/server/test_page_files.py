@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from shoal.server.page_files import ROOT
+from shoal.server.swarmbench.page_files import ROOT
 from tests.server.live import Live, chat_body, error_of, toy
 
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file())

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shoal.aio import AsyncEngine
+from shoal.engine.aio import AsyncEngine
+from shoal.engine.remote import RemoteEngine
 from shoal.errors import (
     BackendError,
     EngineClosedError,
@@ -18,7 +19,6 @@ from shoal.errors import (
     QueueFullError,
     RunnerError,
 )
-from shoal.remote import RemoteEngine
 from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
 from tests.server.foreign import Foreign
 from tests.server.live import Live, toy

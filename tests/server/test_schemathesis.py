@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import ModelNotFoundError
 from shoal.runners.fake import FakeRunner
 from tests.server.live import Live, toy

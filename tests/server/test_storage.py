@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.models import Store
 from tests.server.live import Live, error_of, toy
 

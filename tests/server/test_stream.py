@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.plan import StepPlan
 from shoal.runners.fake import FakeRunner
+from shoal.runners.plan import StepPlan
 from tests.server.live import LETTERS, Live, chat_body, toy
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from shoal.runners.fake import FakeRunner
-from shoal.server.swarm_record import apply
+from shoal.server.swarmbench.record import apply
 from tests.server.live import Live, error_of, toy
 
 AGENTS = [{"name": f"Agent {n}", "task": f"Say {n}."} for n in range(8)]

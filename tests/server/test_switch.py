@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import ModelNotFoundError
 from tests.server.conftest import MODEL
 from tests.server.live import Live, chat_body, error_of, toy

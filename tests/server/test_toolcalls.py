@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from shoal.errors import InvalidRequestError
 from shoal.runners.fake import ByteTokenizer
-from shoal.server.calljson import CallDelta
 from shoal.server.errors import ApiError
-from shoal.server.prompts import Chat, ToolStyle, chat_tokens
-from shoal.server.schemas import ChatMessage, Function, FunctionCall, NamedFunction, NamedTool, Tool, ToolCall
-from shoal.server.toolcalls import Piece, ToolCallParser, WrittenCall, note_call
-from shoal.server.tools import tool_use
+from shoal.server.openai.calljson import CallDelta
+from shoal.server.openai.prompts import Chat, ToolStyle, chat_tokens
+from shoal.server.openai.schemas import ChatMessage, Function, FunctionCall, NamedFunction, NamedTool, Tool, ToolCall
+from shoal.server.openai.toolcalls import Piece, ToolCallParser, WrittenCall, note_call
+from shoal.server.openai.tools import tool_use
 from shoal.types import Request, SamplingParams
 from tests.server.live import toy
 

@@ -10,9 +10,9 @@ import signal
 import sys
 
 import shoal.cli.console
-import shoal.loading
-from shoal.plan import StepPlan
+import shoal.engine.loading
 from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import StepPlan
 
 
 class WordTokenizer(ByteTokenizer):
@@ -22,20 +22,20 @@ class WordTokenizer(ByteTokenizer):
         return bytes([97 + token % 26]) if token < 256 else b""
 
 
-def opened(step_s: float = 0.0, interrupt_at: tuple[int, ...] = ()) -> shoal.loading.OpenedModel:
+def opened(step_s: float = 0.0, interrupt_at: tuple[int, ...] = ()) -> shoal.engine.loading.OpenedModel:
     """What `open_model` gives, with the toy model in it."""
 
     def fault(plan: StepPlan) -> None:
         if plan.step in interrupt_at:
             os.kill(os.getpid(), signal.SIGINT)
 
-    return shoal.loading.OpenedModel(WordTokenizer(), lambda: FakeRunner(step_s=step_s, fault=fault))
+    return shoal.engine.loading.OpenedModel(WordTokenizer(), lambda: FakeRunner(step_s=step_s, fault=fault))
 
 
 def main() -> None:
     step_s, at, *arguments = sys.argv[1:]
     made = opened(float(step_s), tuple(int(step) for step in at.split(",") if step))
-    shoal.loading.open_model = lambda *_, **__: made
+    shoal.engine.loading.open_model = lambda *_, **__: made
     shoal.cli.console.ensure_model = lambda model: None
     sys.argv = ["shoal", *arguments]
     from shoal.cli.main import main

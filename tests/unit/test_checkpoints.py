@@ -6,10 +6,10 @@ import pytest
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
-from shoal.intake import Intake
-from shoal.loop import StepLoop, Ticket
-from shoal.plan import StepPlan
+from shoal.engine.inputs import Intake
+from shoal.engine.loop import StepLoop, Ticket
 from shoal.runners.fake import FakeRunner
+from shoal.runners.plan import StepPlan
 from shoal.types import Request, SamplingParams
 
 SIZE = 32

@@ -14,13 +14,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from shoal import __version__
+from shoal.agents.swarm import SPECIALISTS, State, Swarm
 from shoal.cli import options
 from shoal.cli.console import describe, human_bytes, printable
 from shoal.cli.main import app
 from shoal.cli.screen import Grid, tail
 from shoal.errors import ConfigError, KVBudgetError
 from shoal.models import DEFAULT_MODEL
-from shoal.swarm import SPECIALISTS, State, Swarm
 from shoal.types import SamplingParams
 from tests.parity.tiny import write_tiny
 from tests.unit.cli_fake import opened
@@ -35,7 +35,7 @@ def shoal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shoal:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
 
     def run(*arguments: str, stdin: str | None = None, **fake: Any) -> Result:
-        monkeypatch.setattr("shoal.loading.open_model", lambda *_, **__: opened(**fake))
+        monkeypatch.setattr("shoal.engine.loading.open_model", lambda *_, **__: opened(**fake))
         monkeypatch.setattr("shoal.cli.console.ensure_model", lambda model: None)
         return CliRunner().invoke(app, arguments, input=stdin)
 

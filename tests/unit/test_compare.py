@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.compare import compare, divergence, is_json
-from shoal.engine import Engine
+from shoal.diagnostics.compare import compare, divergence, is_json
+from shoal.engine.engine import Engine
 from shoal.errors import InvalidRequestError, ModelNotFoundError
-from shoal.plan import StepOutput, StepPlan
 from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import StepOutput, StepPlan
 from shoal.types import TokenLogprob
 
 PROMPTS = ["one", "two", "three"]

@@ -14,6 +14,7 @@ import pytest
 from shoal import AsyncEngine, Engine, Event, FinishReason, Namespace, PrefixCache, Request, Result, SamplingParams
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.engine.handles import Handle
 from shoal.errors import (
     ConfigError,
     EngineClosedError,
@@ -26,9 +27,9 @@ from shoal.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from shoal.handles import Handle
-from shoal.plan import StepPlan, StepRecord
 from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import StepPlan
+from shoal.types import StepRecord
 from tests.helpers import toy_engine, toy_loop
 
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -402,7 +403,7 @@ def test_state_goes_on_in_another_engine(tmp_path: Path) -> None:
         engine.save(tmp_path / "state")
         engine.save(tmp_path / "state")
     assert len(list((tmp_path / "state").iterdir())) == 2
-    from shoal.state import restore
+    from shoal.engine.state import restore
 
     with toy_engine() as engine:
         restore(engine, tmp_path / "state")
@@ -413,7 +414,7 @@ def test_state_goes_on_in_another_engine(tmp_path: Path) -> None:
 
 
 def test_broken_state_is_refused_by_name(tmp_path: Path) -> None:
-    from shoal.state import restore
+    from shoal.engine.state import restore
 
     with toy_engine() as engine:
         with pytest.raises(StoreError, match="no state can be read"):

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from shoal.aio import AsyncEngine
 from shoal.core.audit import check_integrity
 from shoal.core.blocks import BlockPool
 from shoal.core.prefix_tree import PrefixTree
-from shoal.handles import Expectation
-from shoal.record import replay
+from shoal.engine.aio import AsyncEngine
+from shoal.engine.handles import Expectation
+from shoal.engine.record import replay
 from shoal.runners.fake import FakeRunner
 from shoal.types import Namespace, Request, SamplingParams
 from tests.helpers import Driver, toy_engine

@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal import Engine, Request, SamplingParams, loading
+from shoal import Engine, Request, SamplingParams
 from shoal.config import EngineConfig
+from shoal.engine import loading
+from shoal.engine.loading import choose_runner, make_runner
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, ShoalError, UnsupportedModelError
-from shoal.loading import choose_runner, make_runner
 from shoal.models import Store
 from shoal.models.files import local_files
 from shoal.models.gguf import read_gguf
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.base import Runner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.contract.mlx_tiny import VOCAB, tiny_runner, write_tiny
 from tests.contract.runners import real_runner
 from tests.parity import reference, tiny
@@ -214,7 +215,7 @@ def test_a_process_ends_quietly_after_its_engine(tmp_path: Path, damaged: bool) 
 from pathlib import Path
 from shoal import Engine, EngineConfig, Request, SamplingParams
 from shoal.errors import ModelFormatError
-from shoal.loading import make_runner
+from shoal.engine.loading import make_runner
 from shoal.models import Store
 from shoal.models.files import local_files
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from shoal.config import EngineConfig
+from shoal.engine.loading import choose_runner
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, StoreError, UnsupportedModelError
-from shoal.loading import choose_runner
 from shoal.models.files import local_files
 from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.native import describe, pack, runner
 from shoal.runners.native.runner import KvPrecision, NativeRunner, packed_path
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.native_tiny import isas, open_tiny, random_blocks, write_blocks
 from tests.parity.tiny import write_tiny
 

@@ -14,10 +14,10 @@ import pytest
 
 from shoal.errors import BackendError, ConfigError, ModelFormatError, ModelNotFoundError, RunnerError
 from shoal.models.gguf import GgufTensor
-from shoal.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.openvino import convert, loading
 from shoal.runners.openvino import runner as runner_module
 from shoal.runners.openvino.runner import OpenVINORunner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.tiny import VOCAB, write_tiny
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shoal import Request, SamplingParams
+from shoal.engine.record import replay
 from shoal.errors import ModelFormatError, StoreError
-from shoal.record import replay
 from shoal.runners.fake import FakeRunner
 from tests.helpers import toy_engine
 

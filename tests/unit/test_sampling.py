@@ -7,12 +7,12 @@ import pytest
 from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
+from shoal.engine.inputs import Intake
+from shoal.engine.loop import StepLoop
 from shoal.errors import InvalidRequestError
-from shoal.intake import Intake
-from shoal.loop import StepLoop
-from shoal.plan import Want
 from shoal.runners.fake import FakeRunner
-from shoal.sampling import INVALID_TOKEN, SamplerState, sample, sample_top, uniform
+from shoal.runners.plan import Want
+from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top, uniform
 from shoal.types import Event, Request, SamplingParams
 
 Floats = NDArray[np.float32]

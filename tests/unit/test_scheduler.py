@@ -7,7 +7,7 @@ import pytest
 from shoal.core.audit import check_integrity
 from shoal.core.sequence import Status
 from shoal.errors import KVBudgetError, RunnerError
-from shoal.plan import StepPlan, Want
+from shoal.runners.plan import StepPlan, Want
 from shoal.types import FinishReason, Namespace
 from tests.helpers import Driver, fed
 

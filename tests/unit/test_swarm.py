@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.config import EngineConfig
-from shoal.engine import Engine
-from shoal.errors import InvalidRequestError, PromptTooLongError, RunnerError
-from shoal.plan import StepPlan
-from shoal.runners.fake import ByteTokenizer, FakeRunner
-from shoal.swarm import (
+from shoal.agents.swarm import (
     RULES,
     SPECIALISTS,
     SYNTHESIS,
@@ -24,6 +19,11 @@ from shoal.swarm import (
     swarm_requests,
     synthesis_messages,
 )
+from shoal.config import EngineConfig
+from shoal.engine.engine import Engine
+from shoal.errors import InvalidRequestError, PromptTooLongError, RunnerError
+from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import StepPlan
 from shoal.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)

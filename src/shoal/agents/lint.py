@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.agents.agent import placeholders
-from shoal.agents.graph import Graph
-from shoal.agents.rehearse import Rehearsed, rehearse
+from shoal.agents.build.agent import placeholders
+from shoal.agents.build.graph import Graph
+from shoal.agents.dry_run import Rehearsed, rehearse
+from shoal.engine.handles import PrefixCache
 from shoal.errors import GraphFileError
-from shoal.handles import PrefixCache
 from shoal.types import Message
 
 Tokenize = Callable[[Sequence[Message]], Sequence[int]]

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from shoal.bench.workloads import SCENARIOS, TEXT, Job, Workload, make_jobs
 from shoal.config import EngineConfig
-from shoal.intake import Intake
-from shoal.loop import StepLoop
-from shoal.plan import StepOutput, StepPlan, Want
+from shoal.engine.inputs import Intake
+from shoal.engine.loop import StepLoop
 from shoal.runners.fake import ByteTokenizer, FakeRunner
+from shoal.runners.plan import StepOutput, StepPlan, Want
 from shoal.types import Event, Request, SamplingParams
 
 _PASS_S, _TOKEN_S = 3e-3, 0.4e-3  # what a pass and a token of it take by the simulated clock

@@ -13,8 +13,8 @@ from shoal.cli.console import human_bytes, load_engine, note, print_json
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.compare import Answers, Comparison
-    from shoal.engine import Engine
+    from shoal.diagnostics.compare import Answers, Comparison
+    from shoal.engine.engine import Engine
 
 
 def compare(
@@ -27,7 +27,7 @@ def compare(
     threads: options.Threads = None,
 ) -> None:
     """Compare two models: agreement, divergence of log-probabilities, valid JSON, speed."""
-    from shoal.compare import compare as compare_models
+    from shoal.diagnostics.compare import compare as compare_models
 
     def load(name: str) -> Engine:
         note(f"loading {name}")

@@ -13,7 +13,7 @@ from shoal.config import EngineConfig
 from shoal.errors import ModelNotFoundError, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
 
 # Model output and questions may hold escape sequences that would drive the terminal.
 _UNPRINTABLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -108,7 +108,7 @@ def setting(name: str) -> Any:
 
 def load_engine(model: str, **settings: Any) -> Engine:
     """`Engine.load` with a progress bar for a model that has to be fetched first. Settings of None are left out."""
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
 
     ensure_model(model)
     return Engine.load(model, **{name: value for name, value in settings.items() if value is not None})

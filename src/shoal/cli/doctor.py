@@ -12,7 +12,7 @@ from shoal.cli.console import human_bytes, note, print_json
 from shoal.errors import BackendError, ModelNotFoundError
 
 if TYPE_CHECKING:
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
 
 _TOKENS = 24
 _SAME = "List three reasons why people live by the sea."
@@ -72,7 +72,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
         yield "memory", {"model": None}
         yield "self_check", {"status": "skipped", "detail": missing}
         return
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
 
     note(f"loading {model}")
     with Engine.load(model) as engine:
@@ -94,7 +94,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
 
 def _runner() -> dict[str, Any]:
     from shoal.config import EngineConfig
-    from shoal.loading import choose_runner
+    from shoal.engine.loading import choose_runner
 
     try:
         name, why = choose_runner(EngineConfig())
@@ -111,7 +111,7 @@ def _precision(runner: str | None) -> dict[str, Any]:
         why = "weights as the file has them, activations in 8 bits per group of 32"
         return {"name": "int8", "why": f"{why}; KV in bf16 (kv_precision='u8' halves it)", "kv": ["bf16", "u8"]}
     if runner == "mlx":
-        from shoal.loading import import_mlx
+        from shoal.engine.loading import import_mlx
 
         device = import_mlx("loading").device()
         return {"name": "as the files have it", "why": f"MLX computes on {device}; a GGUF's floats become "
@@ -194,7 +194,7 @@ def self_check(engine: Engine) -> dict[str, Any]:
 
 
 def _isolation(engine: Engine) -> dict[str, Any]:
-    from shoal.isolation import check_isolation
+    from shoal.diagnostics.isolation import check_isolation
 
     report = check_isolation(engine)
     told = f"{report.chats} chats, {report.answers} answers, {report.recalled} with their own secret word"

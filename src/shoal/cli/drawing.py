@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from shoal.agents.policy import Default, Fail, Fallback, Policy, Retry, Skip
-from shoal.agents.rehearse import Rehearsed, rehearse
+from shoal.agents.build.policy import Default, Fail, Fallback, Policy, Retry, Skip
+from shoal.agents.dry_run import Rehearsed, rehearse
 from shoal.cli.console import printable
 
 if TYPE_CHECKING:

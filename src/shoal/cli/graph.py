@@ -46,7 +46,7 @@ def run(
     threads: options.Threads = None,
 ) -> None:
     """Run a graph; what its final node writes goes to standard output, progress to standard error."""
-    from shoal.agents.files import load_graph
+    from shoal.agents.build.files import load_graph
 
     graph = load_graph(file)
     given = _inputs(inputs)
@@ -56,7 +56,7 @@ def run(
             result = asyncio.run(_run_remote(graph, remote, trace, settings, interrupts))
         else:
             with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=max_batch) as engine:
-                from shoal.aio import AsyncEngine
+                from shoal.engine.aio import AsyncEngine
 
                 interrupts.hold()
                 result = asyncio.run(_run(graph, AsyncEngine(engine), trace, settings, interrupts))
@@ -72,7 +72,7 @@ def run(
 async def _run_remote(
     graph: Graph, url: str, trace: Path | None, settings: dict[str, Any], interrupts: Interrupts
 ) -> GraphResult:
-    from shoal.remote import RemoteEngine
+    from shoal.engine.remote import RemoteEngine
 
     async with RemoteEngine(url) as engine:
         interrupts.hold()
@@ -106,7 +106,7 @@ async def _watch(work: Run, interrupts: Interrupts) -> None:
 
 
 def _document(result: GraphResult) -> dict[str, Any]:
-    from shoal.agents.schema import plain
+    from shoal.agents.build.schema import plain
 
     return {
         "task_id": result.task_id,
@@ -143,7 +143,7 @@ def _inputs(given: list[str] | None) -> dict[str, Any]:
 @app.command("show")
 def show(file: File, model: options.Model = options.DEFAULT_MODEL) -> None:
     """Draw a graph: its nodes by level, what they wait for and what happens on failure, and the prefixes they share."""
-    from shoal.agents.files import load_graph
+    from shoal.agents.build.files import load_graph
     from shoal.cli.drawing import draw
 
     count, unit = _counter(model)
@@ -160,7 +160,7 @@ def lint(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Measure how many tokens each agent shares with its siblings, and say what breaks the sharing (status 1)."""
-    from shoal.agents.files import load_graph
+    from shoal.agents.build.files import load_graph
     from shoal.agents.lint import lint_graph, lint_prompts, read_prompts
 
     ensure_model(model)
@@ -196,7 +196,7 @@ def _report(found: Lint) -> None:
 
 
 def _tokenizer(model: str) -> Tokenize:
-    from shoal.loading import ModelCodec
+    from shoal.engine.loading import ModelCodec
     from shoal.models import Store, load_tokenizer
 
     return ModelCodec(load_tokenizer(Store().resolve(model, pull=False))).encode_messages

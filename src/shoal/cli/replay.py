@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shoal.record import ReplayedStep
+    from shoal.engine.record import ReplayedStep
 
 
 def replay(
@@ -20,7 +20,7 @@ def replay(
     Exit status 1 when any step is planned otherwise. Columns: step, seconds since the start, milliseconds, then each
     sequence with the tokens fed, + for one that joined, and the blocks copied; then who ended, and why.
     """
-    from shoal.record import replay as replayed
+    from shoal.engine.record import replay as replayed
 
     start: float | None = None
     differing = count = 0

@@ -12,7 +12,7 @@ from shoal.cli.console import Interrupts, load_engine, note, printable
 from shoal.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
     from shoal.types import Request, Result, SamplingParams
 
 

@@ -7,8 +7,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+from shoal.agents.swarm import Card, State, Swarm
 from shoal.cli.console import note, printable
-from shoal.swarm import Card, State, Swarm
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

@@ -14,7 +14,7 @@ from shoal.cli.console import load_engine, note, setting
 from shoal.errors import BackendError
 
 if TYPE_CHECKING:
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
 
 _SWITCH_INTERVAL_S = 0.0005  # the engine's thread must not wait for the server's five milliseconds
 

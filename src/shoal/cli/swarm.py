@@ -11,8 +11,8 @@ from shoal.cli import options
 from shoal.cli.console import Interrupts, describe, load_engine, print_json
 
 if TYPE_CHECKING:
+    from shoal.agents.swarm import Card, Swarm
     from shoal.cli.screen import Screen
-    from shoal.swarm import Card, Swarm
 
 _FRAME_S = 0.15  # seven frames a second: more would take time from the model and show nothing
 
@@ -35,8 +35,8 @@ def swarm(
 ) -> None:
     """Ask one question of up to eight specialists at once; each card streams as its tokens appear."""
     with Interrupts() as interrupts:
+        from shoal.agents.swarm import Swarm, specialists, swarm_sampling
         from shoal.cli.screen import make_screen
-        from shoal.swarm import Swarm, specialists, swarm_sampling
 
         sampling = swarm_sampling(max_tokens, temperature, seed)
         work = Swarm(question, specialists(agents), sampling, serial=serial)

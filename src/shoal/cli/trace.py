@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shoal.agents.timeline import Bar, Row, Timeline
+    from shoal.agents.trace.timeline import Bar, Row, Timeline
 
 _WIDTH = 44  # columns of the time axis
 
@@ -28,12 +28,12 @@ def trace(
     """Draw who ran when and who waited for whom: queue, prompt, writing, for each attempt."""
     from rich.console import Console
 
-    from shoal.agents.timeline import loose, note_text, timelines
-    from shoal.agents.trace import read_trace
+    from shoal.agents.trace.timeline import loose, note_text, timelines
+    from shoal.agents.trace.trace import read_trace
 
     records = read_trace(file)
     if html is not None:
-        from shoal.agents.page import page
+        from shoal.agents.trace.page import page
 
         try:
             html.write_text(page(records, f"Trace {file.name}"), encoding="utf-8")
@@ -51,7 +51,7 @@ def draw(line: Timeline, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from shoal.agents.timeline import at_ms, note_text
+    from shoal.agents.trace.timeline import at_ms, note_text
 
     console.print(Text(printable(f"{line.graph} {line.task_id}: {line.state}, {line.wall_ms:.0f} ms")))
     table = Table(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.plan import BlockId
+from shoal.runners.plan import BlockId
 
 
 class BlockPool:

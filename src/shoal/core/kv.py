@@ -8,7 +8,7 @@ from shoal.core.checkpoints import Checkpoints
 from shoal.core.nodes import Match
 from shoal.core.prefix_tree import PrefixTree
 from shoal.core.sequence import Sequence
-from shoal.plan import BlockId, ModelSpec
+from shoal.runners.plan import BlockId, ModelSpec
 
 
 class KVBooks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.core.kv import KVBooks
 from shoal.core.prefix_tree import common_prefix
 from shoal.core.sequence import Sequence
-from shoal.plan import SeqId
+from shoal.runners.plan import SeqId
 
 
 class Leaders:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from shoal.core.blocks import BlockPool
 from shoal.core.checkpoints import Checkpoints
 from shoal.core.nodes import Match, Node
-from shoal.plan import BlockId
+from shoal.runners.plan import BlockId
 from shoal.types import Namespace
 
 _GHOSTS = 4096  # evicted paths remembered, so that a receipt can tell "evicted" from "never seen"

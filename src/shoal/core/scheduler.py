@@ -14,7 +14,7 @@ from shoal.core.pacing import Pacer
 from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Progress, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
-from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
+from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
 from shoal.types import FinishReason, Namespace
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.core.stop import StopChecker
 from shoal.errors import ShoalError
-from shoal.plan import BlockId, SeqId
+from shoal.runners.plan import BlockId, SeqId
 from shoal.types import FinishReason, Namespace, Receipt
 
 RANKS = {"high": 0, "normal": 1, "low": 2}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shoal.errors import ConfigError
-from shoal.plan import ModelSpec, SeqId, StepOutput, StepPlan
+from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan
 
 __all__ = ["ModelSpec", "Runner", "kv_budget"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
-from shoal.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
 _MASK = (1 << 64) - 1
 Fault = Callable[[StepPlan], None]

@@ -20,8 +20,6 @@ from starlette.responses import Response
 
 from shoal import __version__
 from shoal.errors import ShoalError
-from shoal.server.chat import chat_completions
-from shoal.server.completions import completions
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request, from_shoal, from_validation
 from shoal.server.gate import Gate
@@ -29,11 +27,13 @@ from shoal.server.generation import Api
 from shoal.server.hub import ModelHub, stored_models
 from shoal.server.logs import memory_mb
 from shoal.server.metrics import Metrics
-from shoal.server.prompts import Chat, chat_tokens
-from shoal.server.responses import responses
-from shoal.server.responses_schemas import ResponsesRequest
-from shoal.server.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
-from shoal.server.swarm_routes import add_page
+from shoal.server.openai.chat import chat_completions
+from shoal.server.openai.completions import completions
+from shoal.server.openai.prompts import Chat, chat_tokens
+from shoal.server.openai.responses import responses
+from shoal.server.openai.responses_schemas import ResponsesRequest
+from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from shoal.server.swarmbench.routes import add_page
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}

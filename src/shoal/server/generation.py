@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from shoal.aio import Outbox
+from shoal.engine.aio import Outbox
+from shoal.engine.handles import Handle
 from shoal.errors import ShoalError
-from shoal.handles import Handle
-from shoal.sampling import derive_seed
+from shoal.sampling.sampler import derive_seed
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request, from_result, from_shoal
-from shoal.server.fields import Common
 from shoal.server.hub import ModelHub, Served
 from shoal.server.metrics import Metrics
+from shoal.server.openai.fields import Common
 from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 
 T = TypeVar("T")

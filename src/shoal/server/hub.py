@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
 from shoal.errors import ShoalError
 from shoal.models.store import Store, StoredModel
 from shoal.server.errors import ApiError, unavailable

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from shoal.aio import AsyncEngine
+from shoal.engine.aio import AsyncEngine
 from shoal.errors import BackendError, ConfigError
 from shoal.server.app import create_app
 from shoal.server.config import ServerConfig
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from openai import AsyncOpenAI, OpenAI
 
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
 
 T = TypeVar("T")
 _HOST = "shoal.invalid"

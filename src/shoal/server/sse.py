@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError
-from shoal.server.fields import StreamOptions
 from shoal.server.generation import Call, Wave, disconnected, unless_gone
+from shoal.server.openai.fields import StreamOptions
 from shoal.types import Event
 
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -9,14 +9,14 @@ from contextlib import aclosing
 from typing import Any, ClassVar
 
 from shoal.agents import Agent, Graph
-from shoal.aio import AsyncEngine
 from shoal.bench.systems.base import Setup, Source
 from shoal.bench.systems.ours import Shoal
 from shoal.bench.timeline import Timeline, Trace
 from shoal.bench.workloads import Job
+from shoal.engine.aio import AsyncEngine
 from shoal.errors import BenchmarkError
 from shoal.models import Store, load_tokenizer
-from shoal.plan import ModelSpec
+from shoal.runners.plan import ModelSpec
 from shoal.types import Event, Request, Result, SamplingParams
 
 _PAGES = 4  # a section is so many times as long as what the others write

@@ -17,13 +17,13 @@ from shoal.bench.systems.base import Logits, Setup, Source
 from shoal.bench.timeline import Timeline, Trace
 from shoal.bench.workloads import Job
 from shoal.config import EngineConfig
-from shoal.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.engine.loading import make_runner, open_model
 from shoal.errors import BenchmarkError
-from shoal.loading import make_runner, open_model
 from shoal.models import Store
-from shoal.plan import ScheduledSequence, StepPlan, StepRecord, Want
 from shoal.runners.base import Runner
-from shoal.types import Event, Request, Result, SamplingParams
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.types import Event, Request, Result, SamplingParams, StepRecord
 
 
 class Shoal:

@@ -19,10 +19,10 @@ from mlx_lm.utils import load_model
 from shoal.errors import ConfigError, ModelError, ModelFormatError, UnsupportedModelError
 from shoal.models.files import ModelFiles
 from shoal.models.gguf import read_gguf
-from shoal.plan import ModelSpec
 from shoal.runners.base import kv_budget
 from shoal.runners.mlx.gguf import load_gguf
 from shoal.runners.mlx.rows import BATCHED, Rows, kv_leaves, leaves, state_leaves
+from shoal.runners.plan import ModelSpec
 
 BLOCK_SIZE = 32
 MAX_CHAIN = 16

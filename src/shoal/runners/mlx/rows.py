@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from shoal.plan import SeqId
+from shoal.runners.plan import SeqId
 
 BATCHED = (KVCache, RotatingKVCache, ArraysCache)
 """Leaves that can be joined and selected from; exactly these, a subclass may do something else."""

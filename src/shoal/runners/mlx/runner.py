@@ -13,10 +13,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from shoal.errors import RunnerError
 from shoal.models.files import ModelFiles
-from shoal.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 from shoal.runners.mlx.loading import Loaded, Precision, leave_thread, read_model, spec_of
 from shoal.runners.mlx.rows import Ahead, Rows, alike, arrays, kv_leaves, state_leaves
 from shoal.runners.mlx.store import BlockStore
+from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
 
 @dataclass(slots=True, eq=False)

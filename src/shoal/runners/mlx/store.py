@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from shoal.errors import RunnerError
-from shoal.plan import BlockId
+from shoal.runners.plan import BlockId
 
 KV = list[tuple[mx.array, mx.array]]
 """K and V, [1, H, T, D] each, one pair per KV leaf of a model's caches."""

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError
 from shoal.models.files import ModelFiles
 from shoal.models.gguf import GgufModel, read_gguf
-from shoal.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
+from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 
 KvPrecision: TypeAlias = Literal["auto", "bf16", "u8"]
 

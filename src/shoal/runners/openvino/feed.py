@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
-from shoal.plan import BlockId, SeqId, StepPlan, Want
+from shoal.runners.plan import BlockId, SeqId, StepPlan, Want
 
 INPUTS = ("input_ids", "position_ids", "past_lens", "subsequence_begins", "block_indices_begins", "rows")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
 BLOCKS = 8
 """Blocks the probe writes to, the first ones; their contents mean nothing before or after."""

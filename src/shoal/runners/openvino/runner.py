@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BackendError, RunnerError
-from shoal.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.runners.base import kv_budget
 from shoal.runners.openvino.feed import Feed, Wanted
 from shoal.runners.openvino.kv import KVArrays, cache_ports
 from shoal.runners.openvino.loading import Source, best_precision, machine, open_core, read_source
 from shoal.runners.openvino.probe import BLOCKS, is_exact, remembered, warm_up
+from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 
 Precision: TypeAlias = Literal["auto", "bf16", "f32"]
 

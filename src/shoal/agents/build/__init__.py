@@ -1,0 +1,1 @@
+"""What a graph is: agents, nodes, their dependencies and policies, and graph files."""

@@ -1,0 +1,91 @@
+"""An agent: what it is told, how it samples, how long it may take, what happens when it fails."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from shoal.agents.build.policy import Default, Fail, Fallback, Policy, Retry, Skip, fail
+from shoal.agents.build.schema import Schema, schema_of
+from shoal.errors import GraphError
+from shoal.types import Priority, SamplingParams
+
+_NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # it goes into HTTP headers
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w-]*(?:\.\w+)*)\}")
+
+
+@dataclass(frozen=True, eq=False)
+class Agent:
+    """One agent. Checked when built; raises `GraphError`.
+
+    `task` is what it is to do, `role` who it is; both may name inputs of the graph, and outputs that its node depends
+    on, in braces: `{question}`, `{planner.sections}`, and `{item}` in a map. With a `schema` (a dataclass, a pydantic
+    model, a JSON schema) its output is held to that and parsed. `timeout_s` bounds one attempt, from when it joins the
+    batch; `deadline_s` the whole node, waiting and retries included, from when its inputs are there.
+    """
+
+    name: str
+    _: KW_ONLY
+    task: str
+    role: str = ""
+    schema: Any = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: Priority | str = Priority.NORMAL
+    timeout_s: float | None = None
+    deadline_s: float | None = None
+    on_failure: Policy = fail
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise _wrong("name", self.name, "letters, digits, - and _, beginning with a letter")
+        if not isinstance(self.task, str) or not self.task.strip():
+            raise _wrong("task", self.task, "text")
+        if not isinstance(self.role, str):
+            raise _wrong("role", self.role, "text")
+        if not isinstance(self.sampling, SamplingParams):
+            raise _wrong("sampling", self.sampling, "a SamplingParams")
+        if self.priority not in tuple(Priority):
+            raise _wrong("priority", self.priority, f"one of {', '.join(Priority)}")
+        object.__setattr__(self, "priority", Priority(self.priority))
+        for name in ("timeout_s", "deadline_s"):
+            check_seconds(name, getattr(self, name))
+        if not isinstance(self.on_failure, Fail | Skip | Default | Fallback | Retry):
+            raise _wrong("on_failure", self.on_failure, "retry(...), default(...), fallback(...), skip or fail")
+        if self.schema is not None and self.sampling.structured:
+            raise _wrong("schema", self.schema, "given here or in sampling, not in both")
+
+    @cached_property
+    def output(self) -> Schema | None:
+        """The schema of what it writes; None for plain text."""
+        return None if self.schema is None else schema_of(self.schema)
+
+    @property
+    def cost(self) -> int:
+        """Tokens it may write: what critical paths are measured in."""
+        return self.sampling.max_tokens
+
+
+def check_seconds(name: str, value: object) -> None:
+    """GraphError unless `value` is None or a finite number above 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < value < math.inf):  # type: ignore[operator]
+        raise _wrong(name, value, "above 0 seconds, or None")
+
+
+def _wrong(name: str, value: object, limit: str) -> GraphError:
+    return GraphError(f"{name} of an agent is {value!r}", value=value, limit=limit, hint=f"it must be {limit}")
+
+
+def placeholders(template: str) -> Iterator[tuple[str, ...]]:
+    """The dotted names in braces of a template, split: `{plan.sections}` is ("plan", "sections")."""
+    for found in _PLACEHOLDER.finditer(template):
+        yield tuple(found[1].split("."))
+
+
+def render(template: str, lookup: Any) -> str:
+    """The template with each name in braces replaced by the text that `lookup(path)` gives. Other braces stay."""
+    return _PLACEHOLDER.sub(lambda found: lookup(tuple(found[1].split("."))), template)

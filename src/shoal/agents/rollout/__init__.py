@@ -1,0 +1,1 @@
+"""A second configuration on trial for a share of the tasks."""

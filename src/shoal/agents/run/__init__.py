@@ -1,0 +1,1 @@
+"""How a graph runs: attempts, deadlines, prompts and the prefixes they share."""

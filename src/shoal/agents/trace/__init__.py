@@ -1,0 +1,1 @@
+"""What a run did: its records, a timeline, a page, OpenTelemetry spans."""

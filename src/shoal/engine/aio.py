@@ -1,0 +1,220 @@
+"""The asyncio face of the engine, and what every engine with that face shares."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from shoal.engine.batch import Prompt, as_request
+from shoal.engine.engine import Engine
+from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
+from shoal.errors import RequestError
+from shoal.runners.plan import ModelSpec
+from shoal.types import Event, Namespace, Priority, Request, Result, SamplingParams
+
+
+class AsyncFace(ABC):
+    """An engine as asyncio sees it, here or elsewhere. Usable with `async with`, and closed by it.
+
+    Leaving the iteration of `generate` early, also by cancellation, aborts the request at the next token boundary.
+    """
+
+    @property
+    @abstractmethod
+    def spec(self) -> ModelSpec:
+        """Facts about the model; known inside `async with`."""
+
+    @abstractmethod
+    def generate(self, request: Request) -> AsyncIterator[Event]:
+        """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End what is in flight and let go of the model. Idempotent."""
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """What has to be waited for before the first request."""
+
+    async def complete(self, request: Request) -> Result:
+        """Run one request to its end."""
+        async for event in self.generate(request):
+            if event.result is not None:
+                return event.result
+        raise AssertionError("a request ended without a result")
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncEngine(AsyncFace):
+    """An `Engine` for asyncio: the event loop never waits for the model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._load: partial[Engine] | None = None
+        self._outbox: Outbox | None = None
+
+    @classmethod
+    def load(cls, model: str = "smollm2-135m", **settings: Any) -> Self:
+        """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
+        waiting = cls.__new__(cls)
+        waiting._load = partial(Engine.load, model, **settings)
+        waiting._outbox = None
+        return waiting
+
+    async def _open(self) -> None:
+        if self._load is not None:
+            self.engine = await asyncio.to_thread(self._load)
+            self._load = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Facts about the loaded model."""
+        return self.engine.spec
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        put = self._sink(events.put_nowait)
+        handle = await _submitted(partial(self.engine.submit, request, sink=put))
+        finished = False
+        try:
+            while not finished:
+                event = await events.get()
+                finished = event.finished
+                yield event
+        finally:
+            if not finished:
+                handle.abort()
+
+    def _sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
+        """A sink for the engine whose events `receive` gets on the running event loop."""
+        self._outbox = outbox = Outbox.of_running_loop(self._outbox)
+        self.engine.before_passes(outbox.wake)
+        return outbox.sink(receive)
+
+    async def expect(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        steps: int = 0,
+        compute: bool = False,
+        namespace: Namespace | None = None,
+        group: str = "",
+    ) -> Expectation | None:
+        """Announce the beginning that all `prompts` share; see `Engine.expect`. None when they share nothing.
+
+        With `compute` it is computed as well, in the lowest class and only as far as there is room: a refusal is not
+        an error, since whoever comes computes what is missing.
+        """
+        tokens = await asyncio.to_thread(self._shared, prompts)
+        if not tokens:
+            return None
+        expectation = self.engine.expect(tokens, steps=steps, namespace=namespace)
+        if compute:
+            fields = {"priority": Priority.LOW, "group": group, "namespace": namespace or Namespace()}
+            request = as_request(tokens, {"sampling": SamplingParams(max_tokens=1), **fields})
+            try:
+                with suppress(RequestError):
+                    (await self._pin(request)).release()
+            except BaseException:
+                expectation.release()
+                raise
+        return expectation
+
+    def _shared(self, prompts: Sequence[Prompt]) -> tuple[int, ...]:
+        return PrefixCache.longest_common_prefix([self.engine.intake.tokenize(as_request(p, {})) for p in prompts])
+
+    async def _pin(self, request: Request) -> PrefixCache:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        put = self._sink(events.put_nowait)
+        handle = await _submitted(partial(self.engine.prefill, request, sink=put))
+        try:
+            result = (await events.get()).result
+        except asyncio.CancelledError:
+            handle.abort()
+            raise
+        assert result is not None
+        return pinned_by(self.engine, handle, result)
+
+    async def close(self) -> None:
+        """End what is in flight and free the model. Idempotent."""
+        if self._load is None:
+            await asyncio.to_thread(self.engine.close)
+
+
+async def _submitted(submit: Callable[[], Handle]) -> Handle:
+    """Submit on a thread. When this task is cancelled meanwhile, the request is aborted as soon as it is there."""
+    there: list[Handle] = []
+    gone = threading.Event()
+
+    def work() -> Handle:
+        there.append(submit())
+        if gone.is_set():
+            there[0].abort()
+        return there[0]
+
+    try:
+        return await asyncio.to_thread(work)
+    except asyncio.CancelledError:  # the thread goes on, also when the event loop does not
+        gone.set()
+        for handle in there:
+            handle.abort()
+        raise
+
+
+class Outbox:
+    """Events on their way from engines' threads to an event loop, which is woken once for all that a step brings."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._letters: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._woken = False
+
+    @classmethod
+    def of_running_loop(cls, known: Outbox | None) -> Outbox:
+        """The `known` one if it belongs to the running event loop, else a new one."""
+        loop = asyncio.get_running_loop()
+        return known if known is not None and known._loop is loop else cls(loop)
+
+    def sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
+        """A sink for `Engine.submit`; `receive` is called on the event loop's thread.
+
+        The engine must know `wake` (`Engine.before_passes`).
+        """
+        letters = self._letters
+        return lambda event: letters.append((receive, event))
+
+    def wake(self) -> bool:
+        """Let the event loop take what lies here; on any thread. False once that loop is closed and nobody listens."""
+        if self._letters and not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                return False
+        return not self._loop.is_closed()
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what comes from here on wakes us again
+        while self._letters:
+            receive, event = self._letters.popleft()
+            receive(event)

@@ -1,0 +1,397 @@
+"""The engine: a step loop on a thread of its own, and the ways to talk to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from shoal.config import EngineConfig
+from shoal.core.sequence import Status
+from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
+from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
+from shoal.engine.inputs import Admissible, Codec, Intake
+from shoal.engine.loop import Sink, StepLoop
+from shoal.engine.mailbox import Mailbox, T
+from shoal.engine.watchdog import Watchdog
+from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
+from shoal.runners.base import Runner
+from shoal.runners.plan import ModelSpec
+from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
+
+if TYPE_CHECKING:
+    from shoal.power.governor import Governor
+
+_MAX_FAILURES = 3  # passes that fail in a row before the engine gives up
+
+
+class Engine:
+    """Batches requests through one model. All methods may be called from any thread.
+
+    One thread, its own, creates the runner and makes every call to it. Requests join and leave the running batch at
+    token boundaries. Whatever happens, a submitted request ends in exactly one event with a result; an engine that
+    can no longer serve is `closed`, and `failure` says why.
+    """
+
+    def __init__(
+        self,
+        make_runner: Callable[[], Runner],
+        codec: Codec | None = None,
+        config: EngineConfig | None = None,
+        *,
+        governor: Governor | None = None,
+    ) -> None:
+        """`make_runner` is called on the engine's thread; what it raises is raised here. `governor` sets its pace."""
+        self.config = config or EngineConfig()
+        self.codec = codec
+        self.governor = governor
+        self.failure: BaseException | None = None
+        self._mailbox = Mailbox()
+        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
+        self._lock = threading.Lock()
+        self._sinks: dict[str, Sink] = {}  # requests in flight; whoever removes one delivers its last event
+        self._names = itertools.count(1)
+        self._closing = False
+        self._suspended = False
+        self.restored_handles: list[Handle] = []
+        self.restored_prefixes: list[PrefixCache] = []
+        started: Future[StepLoop] = Future()
+        self._thread = threading.Thread(
+            target=self._live, args=(make_runner, started), name="shoal-engine", daemon=True
+        )
+        self._thread.start()
+        self._loop = started.result()
+        self._watchdog.start()
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "smollm2-135m",
+        *,
+        state: str | Path | None = None,
+        governor: Governor | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Load a model by name, path or hub id, fetching it first if need be. Settings as `EngineConfig`.
+
+        `state` is a directory that `save` wrote: its pinned prefixes are computed again and its requests go on; they
+        are in `restored_prefixes` and `restored_handles`. `governor` slows the engine when the machine is hot.
+        Raises `ConfigError`, any `ModelError`, `BackendError`.
+        """
+        from shoal.engine.loading import open_model
+
+        config = EngineConfig.of(**settings)
+        opened = open_model(model, config)
+        engine = cls(opened.make_runner, opened.codec, config, governor=governor)
+        if state is not None:
+            from shoal.engine.state import restore
+
+            restore(engine, Path(state))
+        return engine
+
+    # -- asking for text ----------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Facts about the loaded model."""
+        return self._loop.runner.spec
+
+    @property
+    def closed(self) -> bool:
+        """True when no more requests are taken."""
+        return self._closing or self.failure is not None
+
+    def submit(self, request: Request, *, sink: Sink | None = None) -> Handle:
+        """Put a request in line and return at once. Its events go to the handle, or to `sink` on the engine's thread.
+
+        Raises a `RequestError` that names the field when it cannot be served, `QueueFullError` when too many wait,
+        `PowerLimitError` when the governor refuses it, `EngineClosedError`.
+        """
+        self._refuse_if_closed()
+        return self._submit(self.intake.admit(request), sink)
+
+    @property
+    def intake(self) -> Intake:
+        """What turns requests into tokens and refuses those that cannot be served."""
+        return self._loop.intake
+
+    def _submit(
+        self, admissible: Admissible, sink: Sink | None, *, written: tuple[int, ...] = (), prefill_only: bool = False
+    ) -> Handle:
+        handle = self._enrol(admissible, sink)
+        arrival = self._loop.clock()
+
+        def join() -> None:
+            handle.ticket = self._loop.add(
+                handle.id, admissible, self._deliver, written=written, arrival=arrival, prefill_only=prefill_only
+            )
+
+        self._post(join, handle.id)
+        return handle
+
+    def readmit(self, admissible: Admissible, written: tuple[int, ...]) -> Handle:
+        """Let a request go on after output it has already, as when a saved state is restored. Raises as `submit`."""
+        return self._submit(admissible, None, written=written)
+
+    def _enrol(self, admissible: Admissible, sink: Sink | None) -> Handle:
+        """Name a request that is about to join; refuse a name in use, a full queue, a closed engine."""
+        request_id = admissible.request.id
+        if self.governor is not None:
+            self.governor.admit(request_id)
+        with self._lock:
+            self._refuse_if_closed()
+            waiting = len(self._sinks) - self.config.max_batch
+            if waiting >= self.config.max_queue:
+                raise self._queue_full(waiting)
+            name = request_id or f"request-{next(self._names)}"
+            if name in self._sinks:
+                raise InvalidRequestError(
+                    f"id {name!r} is in flight already", param="id", value=name, hint="use another id, or none"
+                )
+            handle = Handle(self, name, admissible)
+            self._sinks[name] = sink or handle.put
+        return handle
+
+    def _queue_full(self, waiting: int) -> QueueFullError:
+        rate = self._loop.finished_per_s
+        retry = min(max(1.0 / rate, 0.1), 60.0) if rate else 1.0
+        limit = self.config.max_queue
+        return QueueFullError(f"{waiting} requests wait already", value=waiting, limit=limit, retry_after_s=retry)
+
+    def run(
+        self, requests: Sequence[Request], on_tokens: OnTokens | None = None, *, prefix: PrefixCache | None = None
+    ) -> Report:
+        """Run requests to their ends and report. One that cannot be served ends with its error, the others run on.
+
+        `on_tokens` is called on this thread. `prefix` is held while they run; all must begin with it.
+        """
+        return run_requests(self, requests, on_tokens, prefix)
+
+    def fan_out(
+        self, shared: Prompt, branches: Sequence[Prompt], on_tokens: OnTokens | None = None, **fields: Any
+    ) -> Report:
+        """Run one request per branch, each the shared part and then the branch's own; the shared part is computed once.
+
+        Both are text, token ids, or chat messages, of one kind. `fields` go to every `Request`.
+        """
+        return self.run(branch_requests(shared, branches, fields), on_tokens)
+
+    def cache_prefix(self, prefix: Prompt, *, namespace: Namespace | None = None) -> PrefixCache:
+        """Compute a prefix now and hold its KV until `PrefixCache.release` (or the end of a `with`).
+
+        Raises as `submit` does, `RunnerError` when the pass fails.
+        """
+        fields = {"namespace": namespace or Namespace(), "sampling": SamplingParams(max_tokens=1)}
+        handle = self.prefill(as_request(prefix, fields))
+        return pinned_by(self, handle, handle.result())
+
+    def prefill(self, request: Request, *, sink: Sink | None = None) -> Handle:
+        """Compute a request's prompt and no output; its KV is pinned when the result comes. Raises as `submit`."""
+        return self._submit(self.intake.admit(request), sink, prefill_only=True)
+
+    def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:
+        """Announce that requests beginning with `tokens` come in about `steps` steps: that prefix is evicted last."""
+        return Expectation(self._post, self._loop, tuple(tokens), namespace or Namespace(), steps)
+
+    def release_prefix(self, prefix: PrefixCache) -> None:
+        """Let go of a pinned prefix; `PrefixCache.release` calls this."""
+        self._post(lambda: self._loop.unpin(prefix.seq_id))
+
+    def fork(self, handle: Handle, count: int) -> list[Handle]:
+        """Branch a running request at its current token; see `Handle.fork`."""
+        parent = handle.ticket
+        if parent is None or parent.seq.status is Status.FINISHED:
+            raise InvalidRequestError("a finished request cannot be forked", param="fork", value=handle.id)
+        children = [self._enrol(admissible, None) for admissible in branch_seeds(handle.admissible, count)]
+
+        def branch() -> None:
+            written = self._loop.share(parent)
+            for child in children:
+                child.ticket = self._loop.add(child.id, child.admissible, self._deliver, written=written)
+
+        self.call(branch)
+        return children
+
+    def abort(self, handle: Handle) -> None:
+        """End a request at the next token boundary; nothing happens when it has ended."""
+
+        def leave() -> None:
+            if handle.ticket is not None:
+                self._loop.abort(handle.ticket)
+
+        self._post(leave)
+
+    def listen(self, listener: Callable[[StepRecord], None]) -> None:
+        """Call `listener` with every step's record, on the engine's thread, until `unlisten`. It must not block."""
+        with self._lock:
+            self._loop.on_step = [*self._loop.on_step, listener]
+
+    def unlisten(self, listener: Callable[[StepRecord], None]) -> None:
+        """Take a listener back."""
+        with self._lock:
+            self._loop.on_step = [known for known in self._loop.on_step if known is not listener]
+
+    def before_passes(self, rouse: Callable[[], bool]) -> None:
+        """Call `rouse` on the engine's thread when events are out and a pass is to begin, until it gives False."""
+        with self._lock:
+            if rouse not in self._loop.on_pass:
+                self._loop.on_pass.append(rouse)
+
+    def set_max_stall(self, ms: float) -> None:
+        """Change `max_stall_ms` for the steps to come; `config` says the new one. ConfigError when out of range."""
+        self.config = dataclasses.replace(self.config, max_stall_ms=ms)
+        self.call(lambda: self._loop.scheduler.set_max_stall(ms))
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done so far."""
+        return self._loop.stats()
+
+    # -- the life of the engine ---------------------------------------------------------------------------------
+
+    def suspend(self, *, drop_kv: bool = False) -> None:
+        """Stop at the next token boundary; returns when it is reached. Requests stay and may be added.
+
+        With `drop_kv` all KV, cached prefixes included, is given up and computed again after `resume`: same tokens.
+        """
+
+        def halt() -> None:
+            self._suspended = True
+            if drop_kv:
+                self._loop.scheduler.preempt_all(drop_cached=True)
+
+        self.call(halt)
+
+    def resume(self) -> None:
+        """Go on after `suspend`."""
+
+        def go() -> None:
+            self._suspended = False
+
+        self.call(go)
+
+    def save(self, path: str | Path) -> None:
+        """Write requests in flight and pinned prefixes to a directory (safetensors and JSON), at a token boundary.
+
+        Nothing is ended: save a suspended engine before it is closed. StoreError when the directory cannot be written.
+        """
+        from shoal.engine.state import save
+
+        self.call(lambda: save(self._loop, Path(path)))
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End what is in flight as aborted, free the model, stop the thread. Idempotent."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if first:
+            self._mailbox.post(lambda: None)  # wakes the thread
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        self._watchdog.stop(timeout_s)
+        self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- between threads ----------------------------------------------------------------------------------------
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread at a token boundary and give its result, or raise what it raised."""
+        with self._lock:
+            self._refuse_if_closed()
+        done = self._mailbox.ask(function)
+        while True:
+            try:
+                return done.result(timeout=0.5)
+            except TimeoutError:
+                if not self._thread.is_alive() or self.failure is not None:
+                    raise EngineClosedError("the engine stopped before it could answer") from self.failure
+
+    def _post(self, command: Callable[[], None], name: str | None = None) -> None:
+        """Hand a command to the engine's thread. When that is gone, the named request ends here."""
+        self._mailbox.post(command)
+        if name is not None and (self.failure is not None or not self._thread.is_alive()):
+            self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
+
+    def _refuse_if_closed(self) -> None:
+        if self.failure is not None:
+            raise EngineClosedError(f"the engine has failed: {self.failure}", hint="load it again") from self.failure
+        if self._closing:
+            raise EngineClosedError("the engine is closed", hint="load it again")
+
+    def _deliver(self, event: Event) -> None:
+        """Pass an event on, unless its request was ended meanwhile by the watchdog or by closing."""
+        with self._lock:
+            sink = self._sinks.pop(event.request_id, None) if event.finished else self._sinks.get(event.request_id)
+        if sink is not None:
+            sink(event)
+
+    def _end_all(self, error: ShoalError, reason: FinishReason) -> None:
+        """End whatever has not ended, from outside the loop."""
+        with self._lock:
+            sinks, self._sinks = self._sinks, {}
+        now = self._loop.clock()
+        known = {ticket.request_id: ticket.result(now, reason, error) for ticket in self._loop.tickets}
+        for name, sink in sinks.items():
+            result = known.get(name) or Result(name, (), "", reason, 0, None, 0.0, 0, error=error)
+            sink(Event(name, result=result))
+        self._loop.rouse()
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    def _live(self, make_runner: Callable[[], Runner], started: Future[StepLoop]) -> None:
+        try:
+            runner = make_runner()
+            try:
+                intake = Intake(runner.spec, self.codec, self.config.seed)
+                self._loop = StepLoop(runner, intake, self.config, self.governor)
+                started.set_result(self._loop)
+                with contextlib.closing(self._loop.scheduler):
+                    self._serve(self._loop)
+            finally:
+                runner.close()
+        except BaseException as error:  # noqa: BLE001 - the second loop boundary: nobody may be left waiting
+            if not started.done():
+                started.set_exception(error)
+                return
+            self.failure = error
+            cause = RunnerError(f"the engine's thread failed: {error}")
+            cause.__cause__ = error
+            self._end_all(cause, FinishReason.ERROR)
+
+    def _serve(self, loop: StepLoop) -> None:
+        while not self._closing:
+            idle = loop.idle or self._suspended
+            if idle:
+                loop.rouse()
+            self._mailbox.obey(wait=idle)
+            if self._suspended or self._closing:
+                continue
+            self._watchdog.began = time.monotonic()
+            loop.step()
+            self._watchdog.began = None
+            if loop.rest_s:
+                loop.rouse()
+                self._mailbox.obey_for(loop.rest_s, until=lambda: self._closing)
+            if self.failure is not None:  # the watchdog has ended everything meanwhile
+                return
+            if loop.failures >= _MAX_FAILURES:
+                raise RunnerError(f"{loop.failures} forward passes failed in a row", limit=_MAX_FAILURES)
+        self._mailbox.obey()
+        loop.abort_all()
+
+    def _hung(self, error: RunnerError) -> None:
+        """The pass that runs may never return: end everything without it. Called on the watchdog's thread."""
+        self.failure = error
+        self._end_all(error, FinishReason.ERROR)

@@ -1,0 +1,139 @@
+"""From a request to tokens: everything that can be refused before a request joins, refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.errors import InvalidRequestError, KVBudgetError, PromptTooLongError
+from shoal.runners.plan import ModelSpec
+from shoal.sampling.grammar import Grammar, GrammarCompiler
+from shoal.sampling.sampler import SamplerState
+from shoal.types import Message, Request, SamplingParams
+
+
+class Codec(Protocol):
+    """What the engine needs of a tokenizer. Thread-safe."""
+
+    @property
+    def eos_ids(self) -> Collection[int]:
+        """Tokens that end an output."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Token ids of a text; `add_special` puts a beginning-of-sequence token first where the model wants one."""
+        ...
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a chat, up to where the assistant's answer begins."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for; empty for one that is not shown."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Admissible:
+    """A request that can be served: its prompt in tokens, its limits made exact, its seed drawn."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    grammar: Grammar | None = None
+
+    def sampler(self, spec: ModelSpec, eos_ids: Collection[int]) -> SamplerState:
+        """A fresh sampling state for this request."""
+        constraint = self.grammar.start() if self.grammar is not None else None
+        return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint)
+
+
+class Intake:
+    """Turns requests into `Admissible` ones for one model. Thread-safe; holds no request."""
+
+    def __init__(self, spec: ModelSpec, codec: Codec | None, seed: int | None) -> None:
+        self.spec = spec
+        self.codec = codec
+        self.grammars = GrammarCompiler(codec, spec.vocab_size) if codec is not None else None
+        self._seeds = random.Random(seed)
+
+    @property
+    def eos_ids(self) -> Collection[int]:
+        """Tokens that end an output; none without a tokenizer."""
+        return self.codec.eos_ids if self.codec is not None else ()
+
+    def tokenize(self, request: Request) -> list[int]:
+        """Token ids of the request's prompt. InvalidRequestError names the field that cannot be encoded."""
+        if request.prompt_tokens is not None:
+            return list(request.prompt_tokens)
+        if self.codec is None:
+            given = "prompt" if request.prompt is not None else "messages"
+            raise InvalidRequestError(
+                f"{given} needs a tokenizer and this engine has none", param=given, hint="give prompt_tokens"
+            )
+        if request.prompt is not None:
+            return self.codec.encode(request.prompt, add_special=True)
+        assert request.messages is not None
+        return self.codec.encode_messages(request.messages)
+
+    def admit(self, request: Request) -> Admissible:
+        """Check a request against the model. Raises `InvalidRequestError`, `PromptTooLongError`, `KVBudgetError`."""
+        tokens = self.tokenize(request)
+        self.check_tokens(tokens)
+        sampling = request.sampling
+        room = self.spec.context_length - len(tokens)
+        if sampling.max_tokens > room:  # the context ends the output; `finish_reason` says `length`
+            sampling = dataclasses.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+        for token in sampling.stop_token_ids:
+            self._check_token(token, "stop_token_ids")
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(62)
+        grammar = self._compile(sampling) if sampling.structured else None
+        admissible = Admissible(request, tuple(tokens), sampling, seed, grammar)
+        admissible.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
+        self._check_budget(len(tokens), sampling.max_tokens)
+        return admissible
+
+    def _compile(self, sampling: SamplingParams) -> Grammar:
+        if self.grammars is None:
+            raise InvalidRequestError(
+                "a grammar needs a tokenizer and this engine has none", param="json_schema", hint="load a whole model"
+            )
+        return self.grammars.compile(sampling)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Refuse a prompt that is empty, names tokens the model lacks, or leaves no room in the context."""
+        if not tokens:
+            raise InvalidRequestError("the prompt has no tokens", param="prompt", value=0, limit="at least 1 token")
+        for token in tokens:
+            self._check_token(token, "prompt_tokens")
+        most = self.spec.context_length - 1
+        if len(tokens) > most:
+            raise PromptTooLongError(
+                f"the prompt has {len(tokens)} tokens and the model's context takes {most} and one answer token",
+                param="prompt",
+                value=len(tokens),
+                limit=most,
+                hint="shorten the prompt or load a model with a longer context",
+            )
+
+    def _check_token(self, token: object, param: str) -> None:
+        vocab = self.spec.vocab_size
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+            raise InvalidRequestError(
+                f"{param} has {token!r}", param=param, value=token, limit=vocab, hint=f"tokens go from 0 to {vocab - 1}"
+            )
+
+    def _check_budget(self, prompt_len: int, max_tokens: int) -> None:
+        needed, capacity = prompt_len + max_tokens, self.spec.kv_capacity
+        if needed > capacity:
+            raise KVBudgetError(
+                f"{prompt_len} prompt tokens and max_tokens {max_tokens} need KV for {needed}, there is {capacity}",
+                param="max_tokens",
+                value=needed,
+                limit=capacity,
+                hint=f"lower max_tokens or raise kv_memory above {needed * self.spec.kv_bytes_per_token} bytes",
+            )

@@ -1,0 +1,383 @@
+"""The step loop: schedule, execute, sample, commit; and what each step means to the requests in it.
+
+Synchronous and on one thread. `Engine` gives it a thread and a mailbox; tests drive it step by step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shoal.config import EngineConfig
+from shoal.core.scheduler import Scheduler
+from shoal.core.sequence import RANKS, Progress, Sequence
+from shoal.core.stop import StopChecker
+from shoal.engine.inputs import Admissible, Intake
+from shoal.engine.record import RecordingScheduler
+from shoal.errors import RunnerError, ShoalError
+from shoal.runners.base import Runner
+from shoal.runners.plan import SeqId, StepOutput, StepPlan, Want
+from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top
+from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord, TokenLogprob
+
+if TYPE_CHECKING:
+    from shoal.power.governor import Governor
+
+Sink = Callable[[Event], None]
+"""Where a request's events go. Called on the loop's thread; must not block."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request in the loop: its sequence, how it samples, what it has written, and who listens."""
+
+    request_id: str
+    admissible: Admissible
+    seq: Sequence
+    sampler: SamplerState
+    sink: Sink
+    arrival: float
+    fed: int  # tokens that need not be fed for the first time: the prompt, output of before, what passes have had
+    first_token_at: float | None = None
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    pending_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def result(self, now: float, reason: FinishReason, error: ShoalError | None) -> Result:
+        """The terminal result."""
+        seq = self.seq
+        return Result(
+            id=self.request_id,
+            tokens=tuple(seq.tokens[seq.prompt_len :]),
+            text="".join(self.text),
+            finish_reason=reason,
+            prompt_tokens=seq.prompt_len,
+            ttft_s=None if self.first_token_at is None else self.first_token_at - self.arrival,
+            latency_s=now - self.arrival,
+            seed=self.admissible.seed,
+            receipt=seq.receipt,
+            logprobs=tuple(self.logprobs),
+            error=error,
+            queue_s=None if seq.admitted_at is None else max(seq.admitted_at - self.arrival, 0.0),
+        )
+
+
+class StepLoop:
+    """Runs requests on one runner.
+
+    Invariant: every ticket's sink gets exactly one event with a result, and nothing after it. A failed pass ends the
+    requests that were in it and leaves the loop usable; `failures` counts such passes in a row.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        intake: Intake,
+        config: EngineConfig,
+        governor: Governor | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner = runner
+        self.intake = intake
+        self.config = config
+        self.governor = governor
+        self.rest_s = 0.0  # what the governor wants between the last step and the next
+        self.clock = clock
+        make = Scheduler if config.record is None else RecordingScheduler
+        self.scheduler = make(runner.spec, config)
+        self.failures = 0
+        self.steps = 0
+        self.on_step: list[Callable[[StepRecord], None]] = []
+        self.on_pass: list[Callable[[], bool]] = []  # see `rouse`
+        self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}  # pinned ones
+        self._tickets: dict[SeqId, Ticket] = {}
+        self._finished = self._cached_tokens = self._computed_tokens = 0
+        self._ends: deque[float] = deque(maxlen=32)
+        self._next_id = 0
+
+    @property
+    def idle(self) -> bool:
+        """True when there is nothing to do."""
+        return self.scheduler.idle
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Requests in flight, in the order they came."""
+        return list(self._tickets.values())
+
+    @property
+    def finished_per_s(self) -> float:
+        """How many requests ended per second lately; 0 while too few have."""
+        span = self._ends[-1] - self._ends[0] if len(self._ends) > 1 else 0.0
+        return (len(self._ends) - 1) / span if span > 0 else 0.0
+
+    # -- coming and going ---------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        admissible: Admissible,
+        sink: Sink,
+        *,
+        written: tuple[int, ...] = (),
+        arrival: float | None = None,
+        prefill_only: bool = False,
+    ) -> Ticket:
+        """Take a request in. With `written`, output it has already, it goes on after that as if never stopped."""
+        request, spec = admissible.request, self.runner.spec
+        arrival = self.clock() if arrival is None else arrival
+        codec = self.intake.codec
+        token_bytes = codec.token_bytes if codec is not None else _no_text
+        self._next_id += 1
+        seq = Sequence(
+            self._next_id,
+            [*admissible.tokens, *written],
+            prompt_len=len(admissible.tokens),
+            max_tokens=admissible.sampling.max_tokens,
+            checker=StopChecker(admissible.sampling, self.intake.eos_ids, token_bytes),
+            greedy=admissible.sampling.greedy,
+            top=admissible.sampling.top,
+            arrival=arrival,
+            rank=RANKS[request.priority],
+            group=request.group,
+            namespace=request.namespace,
+            deadline=float("inf") if request.deadline_s is None else arrival + request.deadline_s,
+            timeout=float("inf") if request.timeout_s is None else request.timeout_s,
+            prefill_only=prefill_only,
+            path=request.critical_path,
+        )
+        sampler = admissible.sampler(spec, self.intake.eos_ids)
+        ticket = Ticket(request_id, admissible, seq, sampler, sink, arrival, len(seq.tokens))
+        for token in written:
+            ticket.text.append(seq.checker.push(token).text)
+            sampler.accept(token)
+        self._tickets[seq.seq_id] = ticket
+        self.scheduler.add(seq)
+        return ticket
+
+    def share(self, ticket: Ticket) -> tuple[int, ...]:
+        """Put all KV a request has so far within reach of others (for a fork); gives its output so far."""
+        seq = ticket.seq
+        self.scheduler.share(seq)
+        return tuple(seq.tokens[seq.prompt_len :])
+
+    def abort(
+        self, ticket: Ticket, reason: FinishReason = FinishReason.ABORTED, error: ShoalError | None = None
+    ) -> None:
+        """End a request at this token boundary. One that has ended stays as it is; a prefill lets go of its pin."""
+        self.scheduler.abort(ticket.seq.seq_id, reason, error)
+        if ticket.seq.prefill_only:
+            self.unpin(ticket.seq.seq_id)
+        self._deliver()
+
+    def abort_all(self, error: ShoalError | None = None) -> None:
+        """End every request, with `error` or as aborted."""
+        reason = FinishReason.ERROR if error is not None else FinishReason.ABORTED
+        for ticket in self.tickets:
+            self.scheduler.abort(ticket.seq.seq_id, reason, error)
+        self._deliver()
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def step(self) -> StepRecord | None:
+        """Plan and run one step and tell the requests; None when there was nothing to compute."""
+        governor = self.governor
+        if governor is None:
+            return self._step()
+        if governor.deferring != self.scheduler.queue.deferring:
+            self.scheduler.defer(governor.deferring)
+        record = self._step()
+        if record is not None:
+            self.rest_s = governor.pause_s(record.ms / 1e3)
+        else:  # when all that is left is deferred, look again when the governor may have changed its mind
+            self.rest_s = governor.policy.sample_s if not self.idle and not self.scheduler.running else 0.0
+        return record
+
+    def _step(self) -> StepRecord | None:
+        begin = self.clock()
+        plan = self.scheduler.schedule(begin)
+        self._release()
+        if plan is None:
+            self._deliver()
+            self.rouse()
+            return None
+        filled = self._begin_masks(plan)
+        self.rouse()
+        try:
+            started = self.clock()
+            output = self.runner.execute(plan)
+            executed = self.clock()
+        except Exception as error:  # noqa: BLE001 - the first loop boundary: whatever a backend raises ends these requests
+            self._fail(plan, error)
+            return None
+        if filled is not None:
+            filled.result()
+        decoded = self._count_new(plan)
+        sampled = self._sample(plan, output)
+        end = self.clock()
+        prefill = self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
+        self.failures = 0
+        self.steps += 1
+        ms = (self.clock() - begin) * 1e3
+        prefill, execute_ms = plan.num_tokens - decoded, (executed - started) * 1e3
+        record = StepRecord(plan.step, len(plan.sequences), prefill, decoded * plan.chain, ms, execute_ms)
+        for listener in self.on_step:
+            listener(record)
+        self._deliver()  # last: whoever hears of an end has the records of all its steps
+        return record
+
+    def rouse(self) -> None:
+        """Let those who handle events do so: all are out, the device is about to compute. Who gives False is done."""
+        for call in tuple(self.on_pass):
+            if not call():
+                with contextlib.suppress(ValueError):  # the end of an engine is told from another thread
+                    self.on_pass.remove(call)
+
+    def _count_new(self, plan: StepPlan) -> int:
+        """Output tokens that a pass fed for the first time; the rest are prompt, or computed again."""
+        new = 0
+        for item in plan.sequences:
+            ticket, end = self._tickets[item.seq_id], item.start + len(item.tokens)
+            new += max(0, end - max(ticket.fed, item.start))
+            ticket.fed = max(ticket.fed, end + plan.chain - 1)
+        return new
+
+    def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
+        """Let the masks of the rows this pass gives be filled while the device computes."""
+        samplers = [self._tickets[item.seq_id].sampler for item in plan.sequences if item.want is Want.LOGITS]
+        constraints = [sampler.constraint for sampler in samplers if sampler.constraint is not None]
+        grammars = self.intake.grammars
+        return grammars.begin_fill(constraints) if constraints and grammars is not None else None
+
+    def _fail(self, plan: StepPlan, cause: Exception) -> None:
+        self.failures += 1
+        error = cause if isinstance(cause, ShoalError) else RunnerError(f"the forward pass failed: {cause}")
+        if error is not cause:
+            error.__cause__ = cause
+        self.scheduler.fail(plan, error)
+        self._release()
+        self._deliver()
+
+    def _release(self) -> None:
+        released = self.scheduler.take_released()
+        if released:
+            self.runner.release(released)
+
+    def _sample(self, plan: StepPlan, output: StepOutput) -> dict[SeqId, tuple[int, ...]]:
+        """Next tokens of all rows; a row that is not finite ends its request alone."""
+        sampled = dict(output.argmax)
+        for seq_id, tokens in output.argmax.items():
+            if INVALID_TOKEN in tokens:
+                self._poison(sampled, seq_id)
+        for seq_id, (ids, logits) in output.top.items():
+            ticket = self._tickets[seq_id]
+            token = sample_top(ids, logits, ticket.sampler)
+            if token == INVALID_TOKEN:
+                self._reject(ticket)
+                continue
+            ticket.sampler.accept(token)
+            sampled[seq_id] = (token,)
+        if output.logits is None:
+            return sampled
+        rows = [self._tickets[item.seq_id] for item in plan.sequences if item.want is Want.LOGITS]
+        chosen, logprobs = sample(output.logits, [ticket.sampler for ticket in rows])
+        for ticket, token, logprob in zip(rows, chosen.tolist(), logprobs, strict=True):
+            seq_id = ticket.seq.seq_id
+            if token == INVALID_TOKEN:
+                self._reject(ticket)
+                continue
+            ticket.sampler.accept(token)
+            sampled[seq_id] = (token, *ticket.sampler.take_forced())
+            if logprob is not None:
+                ticket.pending_logprobs.append(logprob)
+        return sampled
+
+    def _reject(self, ticket: Ticket) -> None:
+        """End a request whose row left no token to choose, alone."""
+        seq_id, constraint = ticket.seq.seq_id, ticket.sampler.constraint
+        if constraint is not None and constraint.error is not None:
+            error = RunnerError(f"the grammar gave up: {constraint.error}", hint="make the schema or grammar simpler")
+            self.scheduler.abort(seq_id, FinishReason.ERROR, error)
+        else:
+            self.scheduler.poison(seq_id, _not_finite())
+
+    def _poison(self, sampled: dict[SeqId, tuple[int, ...]], seq_id: SeqId) -> None:
+        del sampled[seq_id]
+        self.scheduler.poison(seq_id, _not_finite())
+
+    def _deliver(self) -> None:
+        progress = self.scheduler.take_progress()
+        if progress:
+            now = self.clock()
+            for item in progress:
+                self._tell(item, now)
+        self._release()
+
+    def _tell(self, item: Progress, now: float) -> None:
+        ticket = self._tickets[item.seq.seq_id]
+        if item.tokens and ticket.first_token_at is None:
+            ticket.first_token_at = now
+        if item.text:
+            ticket.text.append(item.text)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if ticket.pending_logprobs:
+            logprobs = tuple(ticket.pending_logprobs[: len(item.tokens)])  # a stop token's is not part of the output
+            ticket.logprobs += logprobs
+            ticket.pending_logprobs.clear()
+        result = None
+        if item.finish is not None:
+            del self._tickets[item.seq.seq_id]
+            self._count(ticket)
+            self._ends.append(now)
+            result = ticket.result(now, item.finish, item.error)
+        ticket.sink(Event(ticket.request_id, item.tokens, item.text, logprobs, result))
+
+    def _count(self, ticket: Ticket) -> None:
+        seq = ticket.seq
+        self._finished += 1
+        self._cached_tokens += seq.cached_tokens
+        self._computed_tokens += seq.computed_tokens
+        if seq.seq_id in self.scheduler.pinned:
+            self.prefixes[seq.seq_id] = (ticket.admissible.tokens, seq.namespace)
+
+    def unpin(self, seq_id: SeqId) -> None:
+        """Let a pinned prefix go."""
+        self.prefixes.pop(seq_id, None)
+        self.scheduler.unpin(seq_id)
+
+    def stats(self) -> EngineStats:
+        """What is held and was done so far."""
+        scheduler, spec = self.scheduler, self.runner.spec
+        pool, tree = scheduler.kv.pool, scheduler.kv.tree
+        return EngineStats(
+            waiting=len(scheduler.queue),
+            running=len(scheduler.running),
+            finished=self._finished,
+            steps=self.steps,
+            cached_tokens=self._cached_tokens,
+            computed_tokens=self._computed_tokens,
+            preemptions=scheduler.preemptions,
+            evictions=tree.evictions,
+            kv_bytes=pool.total * spec.block_bytes,
+            kv_held_bytes=pool.num_held * spec.block_bytes,
+            kv_cached_bytes=pool.num_cached * spec.block_bytes,
+            weight_bytes=spec.weight_bytes,
+            step_bytes=spec.step_bytes,
+            checkpoint_bytes=spec.num_checkpoints * spec.checkpoint_bytes,
+            peak_bytes=self.runner.peak_bytes,
+        )
+
+
+def _not_finite() -> RunnerError:
+    message = "the model gave logits that are not finite numbers"
+    return RunnerError(message, value=float("nan"), hint="its KV was dropped; try again")
+
+
+def _no_text(token: int) -> bytes:  # noqa: ARG001 - the engine has no tokenizer
+    return b""

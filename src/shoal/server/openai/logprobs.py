@@ -1,0 +1,52 @@
+"""Log-probabilities in the two forms of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.engine.inputs import Codec
+from shoal.types import TokenLogprob
+
+LOWEST = -9999.0  # what the API gives for a token that cannot be; JSON has no infinity
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], codec: Codec) -> list[dict[str, Any]]:
+    """`choices[].logprobs.content` of chat completions."""
+    return [
+        {
+            **_token(entry.token, entry.logprob, codec),
+            "top_logprobs": [_token(token, logprob, codec) for token, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+
+
+def _token(token: int, logprob: float, codec: Codec) -> dict[str, Any]:
+    data = codec.token_bytes(token)
+    return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+
+def text_logprobs(entries: Sequence[TokenLogprob], codec: Codec, offset: int) -> dict[str, Any]:
+    """`choices[].logprobs` of text completions; `offset` is where in the text the first token begins."""
+    tokens, offsets, tops = [], [], []
+    for entry in entries:
+        text = _spelt(codec.token_bytes(entry.token))
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        tops.append({_spelt(codec.token_bytes(token)): max(value, LOWEST) for token, value in entry.top} or None)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def _spelt(data: bytes) -> str:
+    """A token's text; one that is not whole characters as the API spells it, so that two such are not one key."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,109 @@
+"""From chat messages and tools to the tokens of a prompt, in the model's own format or in one we explain to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from shoal.engine.inputs import Codec
+from shoal.engine.loading import ModelCodec
+from shoal.server.openai.schemas import ChatMessage, Tool
+
+
+class ToolStyle(Enum):
+    """How a model writes its tool calls."""
+
+    HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": ...}</tool_call>, Qwen too
+    LLAMA = "llama"  # {"name": ..., "parameters": ...} as the whole answer
+    MISTRAL = "mistral"  # [{"name": ..., "arguments": ...}, ...] as the whole answer
+
+
+_EXPLAIN = """You may call functions to help with the task. These are their signatures:
+<tools>
+{tools}
+</tools>
+To call one, answer with a JSON object inside tags, and nothing after it:
+<tool_call>
+{{"name": "function name", "arguments": {{}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation as the template gets it."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Tool] = ()
+    variables: Mapping[str, Any] | None = None
+
+
+def tool_style(codec: Codec) -> ToolStyle:
+    """The format of the model's family, read off its chat template."""
+    source = _template(codec)
+    if "[TOOL_CALLS]" in source:
+        return ToolStyle.MISTRAL
+    if "<|python_tag|>" in source or "Environment: ipython" in source:
+        return ToolStyle.LLAMA
+    return ToolStyle.HERMES
+
+
+def _template(codec: Codec) -> str:
+    return (codec.tokenizer.chat_template.source or "") if isinstance(codec, ModelCodec) else ""
+
+
+def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
+    """Tokens of a conversation up to where the answer begins. Raises `InvalidRequestError`."""
+    native = "tools" in _template(codec)
+    messages = [_message(message, native=native) for message in chat.messages]
+    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in chat.tools]
+    if tools and not native:
+        messages = _with_system(messages, _EXPLAIN.format(tools="\n".join(map(json.dumps, tools))))
+    if not isinstance(codec, ModelCodec):
+        return codec.encode_messages(messages)
+    variables = dict(chat.variables or {})
+    for name in ("messages", "tools", "add_generation_prompt"):
+        variables.pop(name, None)
+    text = codec.tokenizer.chat_template.render(messages, tools=tools if native and tools else None, **variables)
+    return codec.tokenizer.encode_chat(text)
+
+
+def _message(message: ChatMessage, *, native: bool) -> dict[str, Any]:
+    """A message for the template. One that knows no tools sees calls and their results as text."""
+    role = "system" if message.role == "developer" else message.role
+    content = _content(message)
+    calls = message.tool_calls or []
+    if native:
+        plain: dict[str, Any] = {"role": role, "content": content}
+        if calls:
+            plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            value = getattr(message, name)
+            if value is not None:
+                plain[name] = value
+        return plain
+    if role == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    if calls:
+        written = [
+            f'<tool_call>\n{{"name": {json.dumps(c.function.name)}, "arguments": {c.function.arguments}}}\n</tool_call>'
+            for c in calls
+        ]
+        content = "\n".join([content, *written] if content else written)
+    return {"role": role, "content": content}
+
+
+def _content(message: ChatMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    parts = message.content or []
+    return "\n".join(part.text or part.refusal or "" for part in parts) or (message.refusal or "")
+
+
+def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The messages with `text` at the end of their system message, which is made if need be."""
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

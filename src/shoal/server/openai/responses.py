@@ -1,0 +1,257 @@
+"""`POST /v1/responses`, stateless: an answer as a list of output items, whole or as typed events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from shoal.server.errors import ApiError, bad_request
+from shoal.server.generation import Api, Call, Wave, disconnected, output_limit, unless_gone
+from shoal.server.hub import Served
+from shoal.server.openai.calljson import CallDelta
+from shoal.server.openai.fields import make_sampling
+from shoal.server.openai.prompts import Chat, chat_tokens, tool_style
+from shoal.server.openai.responses_schemas import ResponsesRequest
+from shoal.server.openai.toolcalls import Piece
+from shoal.server.openai.tools import ToolUse, tool_use
+from shoal.server.sse import EventStream, event
+from shoal.types import Event, FinishReason, Request
+
+NAMES = {
+    "prompt": "input",
+    "prompt_tokens": "input",
+    "messages": "input",
+    "json_schema": "text.format",
+    "max_tokens": "max_output_tokens",
+    "deadline_s": "timeout",
+}
+
+
+async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Response:
+    """Answer, whole or as a stream."""
+    use = tool_use(body.chat_tools(), body.choice(), body.parallel_tool_calls)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    names = {**NAMES, "grammar": "tools" if body.schema_of() is None else "text.format"}
+    call = await api.open(http, body, lambda served: [_request(api, served, body, use)], names)
+    output = Output(call, body, use)
+    if body.stream:
+        return EventStream(ResponseWriter(call, output), call, api.config)
+    try:
+        await unless_gone(disconnected(http.receive), call.finish(lambda _, happened: list(output.take(happened))))
+        call.check_complete()
+        return JSONResponse(output.document(output.status))
+    finally:
+        call.close()
+
+
+def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> Request:
+    intake = served.engine.intake
+    codec = intake.codec
+    if codec is None:
+        raise bad_request("the served model has no tokenizer", "input")
+    tokens = chat_tokens(codec, Chat(body.messages(), use.shown))
+    arguments = body.sampling()
+    schema = body.schema_of()
+    held = use.held(intake, tool_style(codec), schema, "tools.{}.parameters")
+    limit = output_limit(served, len(tokens), body.max_output_tokens)
+    return api.request(body, tokens, make_sampling({**arguments, **held, "max_tokens": limit}))
+
+
+class Output:
+    """The output items as they grow, and the events that tell of it.
+
+    At most one item is open; text opens a message, a call closes it.
+    """
+
+    def __init__(self, call: Call, body: ResponsesRequest, use: ToolUse) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.status = "in_progress"
+        self._call = call
+        self._body = body
+        self._parser = use.parser() if use.active else None
+        self._id = f"resp_{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self._open: dict[str, Any] | None = None
+        self._text = ""
+
+    def take(self, happened: Event) -> Sequence[dict[str, Any]]:
+        """Take an event of the engine in; gives the events it makes."""
+        parser = self._parser
+        pieces: list[Piece] = [happened.text] if happened.text else []
+        if parser is not None:
+            pieces = parser.push(happened.text)
+            if happened.result is not None:
+                pieces += parser.finish()
+            elif parser.full:
+                self._call.cut(0)
+        told: list[dict[str, Any]] = []
+        for piece in pieces:
+            told += self._say(piece) if isinstance(piece, str) else self._called(piece)
+        if happened.result is not None:
+            if not self.items:
+                told += self._say("")
+            cut = happened.result.finish_reason is FinishReason.LENGTH
+            self.status = "incomplete" if cut else "completed"
+            told += self._close(self.status)
+        return told
+
+    def _say(self, text: str) -> list[dict[str, Any]]:
+        told = [] if self._open_type == "message" else [*self._close(), *self._begin_message()]
+        self._text += text
+        if text:
+            assert self._open is not None
+            place = {**self._place(self._open), "content_index": 0}
+            told.append({"type": "response.output_text.delta", **place, "delta": text, "logprobs": []})
+        return told
+
+    def _begin_message(self) -> list[dict[str, Any]]:
+        self._text = ""
+        item: dict[str, Any] = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "status": "in_progress"}
+        item |= {"role": "assistant", "content": []}
+        self.items.append(item)
+        self._open = item
+        place = {**self._place(item), "content_index": 0}
+        return [self._added(item), {"type": "response.content_part.added", **place, "part": _part("")}]
+
+    @property
+    def _open_type(self) -> str | None:
+        return self._open["type"] if self._open is not None else None
+
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """End the item that is open, if one is."""
+        item = self._open
+        if item is None:
+            return []
+        self._open = None
+        index = len(self.items) - 1
+        item["status"] = status
+        if item["type"] == "function_call":
+            told = [{**self._place(item), "name": item["name"], "arguments": item["arguments"]}]
+            told[0] = {"type": "response.function_call_arguments.done", **told[0]}
+        else:
+            part = _part(self._text)
+            item["content"] = [part]
+            place = {**self._place(item), "content_index": 0}
+            told = [
+                {"type": "response.output_text.done", **place, "text": self._text, "logprobs": []},
+                {"type": "response.content_part.done", **place, "part": part},
+            ]
+        return [*told, {"type": "response.output_item.done", "output_index": index, "item": dict(item)}]
+
+    def _called(self, delta: CallDelta) -> list[dict[str, Any]]:
+        told = self._begin_call(delta) if delta.name is not None else []
+        item = self._open
+        assert item is not None
+        if delta.arguments:
+            item["arguments"] += delta.arguments
+            kind = "response.function_call_arguments.delta"
+            told.append({"type": kind, **self._place(item), "delta": delta.arguments})
+        return [*told, *self._close()] if delta.done else told
+
+    def _begin_call(self, delta: CallDelta) -> list[dict[str, Any]]:
+        told = self._close()
+        item: dict[str, Any] = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
+        item |= {"call_id": delta.id, "name": delta.name, "arguments": ""}
+        self.items.append(item)
+        self._open = item
+        return [*told, self._added(item)]
+
+    def _added(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self.items) - 1}
+
+    def document(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
+        """The response object."""
+        body = self._body
+        sampling = body.sampling()
+        fixed = {"previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "background": False}
+        failed = {"code": "server_error", "message": error.message} if error is not None else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": failed,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._call.served.name,
+            "output": self.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": sampling["temperature"],
+            "top_p": sampling.get("top_p", 1.0),
+            "tool_choice": _plain(body.tool_choice) or "auto",
+            "tools": [_plain(tool) for tool in body.tools or ()],
+            "text": _plain(body.text) or {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "usage": self._usage(),
+            "user": body.user,
+            "metadata": body.metadata or {},
+            "store": False,
+            "service_tier": "default",
+            **fixed,
+        }
+
+    def _usage(self) -> dict[str, Any] | None:
+        if not self._call.results:
+            return None
+        usage = self._call.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _plain(model: Any) -> Any:
+    return model.model_dump(by_alias=True, exclude_none=True) if hasattr(model, "model_dump") else model
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+class ResponseWriter:
+    """The stream of a response: typed events with running numbers."""
+
+    def __init__(self, call: Call, output: Output) -> None:
+        self._call = call
+        self._output = output
+        self._number = 0
+
+    def _tell(self, *documents: dict[str, Any]) -> bytes:
+        written = []
+        for document in documents:
+            written.append(event({**document, "sequence_number": self._number}, document["type"]))
+            self._number += 1
+        return b"".join(written)
+
+    def begin(self) -> bytes:
+        """The response as it is before anything is written."""
+        begun = self._output.document("in_progress")
+        created, progress = ({"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress"))
+        return self._tell(created, progress)
+
+    def write(self, wave: Wave) -> bytes:
+        """What the events add to the output items."""
+        return self._tell(*(document for _, happened in wave for document in self._output.take(happened)))
+
+    def end(self) -> bytes:
+        """The whole response."""
+        status = self._output.status
+        return self._tell({"type": f"response.{status}", "response": self._output.document(status)})
+
+    def fail(self, error: ApiError) -> bytes:
+        """The response as far as it came, and why it ended."""
+        return self._tell({"type": "response.failed", "response": self._output.document("failed", error)})

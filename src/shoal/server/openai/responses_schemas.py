@@ -1,0 +1,198 @@
+"""Body of `POST /v1/responses`, and its translation to the messages and tools of a chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from shoal.server.errors import bad_request
+from shoal.server.openai.fields import Common, Strict
+from shoal.server.openai.schemas import (
+    ChatMessage,
+    Function,
+    FunctionCall,
+    Name,
+    NamedFunction,
+    NamedTool,
+    TextPart,
+    Tool,
+    ToolCall,
+)
+
+
+class Part(Strict):
+    """A piece of an input message."""
+
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Part:
+        if (self.refusal if self.type == "refusal" else self.text) is None:
+            raise ValueError("a part needs its text")
+        return self
+
+
+class Item(Strict):
+    """One input item: a message, a call that an earlier answer made, or what came of it."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    phase: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Item:
+        needed = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+        }
+        for field in needed[self.type]:
+            if getattr(self, field) is None:
+                raise ValueError(f"an item of type {self.type} needs {field}")
+        return self
+
+
+class TextFormat(Strict):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("type json_schema needs a schema")
+        return self
+
+
+class TextOptions(Strict):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class FlatTool(Strict):
+    """A function, in the flat form of this endpoint."""
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatNamedTool(Strict):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ReasoningOptions(Strict):
+    """The models here do not reason apart from their answers."""
+
+    effort: Literal["none"] | None = None
+    summary: None = None
+
+
+class ResponsesStreamOptions(Strict):
+    """What a stream brings beside its events."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(Common):
+    """`POST /v1/responses`. Stateless: nothing is kept, so nothing of before can be named."""
+
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FlatNamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    include: Annotated[list[str], Field(max_length=0)] | None = None
+    reasoning: ReasoningOptions | None = None
+    top_logprobs: Literal[0] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    context_management: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    moderation: None = None
+    prompt_cache_options: None = None
+
+    def messages(self) -> list[ChatMessage]:
+        """The conversation as a chat."""
+        begin = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            if not self.input:
+                raise bad_request("input is empty", "input")
+            return [*begin, ChatMessage(role="user", content=self.input)]
+        return _joined([*begin, *map(_message, self.input)])
+
+    def chat_tools(self) -> list[Tool]:
+        """The tools in the form of chat completions."""
+        return [
+            Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools or ()
+        ]
+
+    def choice(self) -> str | NamedTool | None:
+        """`tool_choice` in the form of chat completions."""
+        if isinstance(self.tool_choice, FlatNamedTool):
+            return NamedTool(type="function", function=NamedFunction(name=self.tool_choice.name))
+        return self.tool_choice
+
+    def schema_of(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for free text."""
+        form = self.text.format if self.text is not None else None
+        if form is None or form.type == "text":
+            return None
+        return {"type": "object"} if form.schema_ is None else form.schema_
+
+
+def _message(item: Item) -> ChatMessage:
+    if item.type == "function_call":
+        function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
+        return ChatMessage(role="assistant", tool_calls=[ToolCall(id=item.call_id or "", function=function)])
+    if item.type == "function_call_output":
+        return ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output))
+    assert item.role is not None
+    return ChatMessage(role=item.role, content=_content(item.content))
+
+
+def _content(content: str | list[Part] | None) -> str | list[TextPart]:
+    if isinstance(content, list):
+        return [TextPart(type="text", text=part.refusal if part.type == "refusal" else part.text) for part in content]
+    return content or ""
+
+
+def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Calls that stand beside each other, and the words before them, are one message of the assistant."""
+    joined: list[ChatMessage] = []
+    for message in messages:
+        last = joined[-1] if joined else None
+        if message.tool_calls and last is not None and last.role == "assistant":
+            joined[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), *message.tool_calls]})
+        else:
+            joined.append(message)
+    return joined

@@ -1,0 +1,194 @@
+"""Bodies of chat and text completions, as the OpenAI API documents them and with our extensions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from shoal.server.openai.fields import Sampled, Strict, contradiction
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class TextPart(Strict):
+    """A piece of a message. Other kinds than text are refused: the models read text."""
+
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TextPart:
+        if (self.text if self.type == "text" else self.refusal) is None:
+            raise ValueError(f"a part of type {self.type} needs the field {self.type}")
+        return self
+
+
+class FunctionCall(Strict):
+    """What an assistant called; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """One call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    """One message of a conversation, the caller's or one that an answer brought."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    annotations: list[dict[str, Any]] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+            raise ValueError(f"a message of role {self.role} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} cannot have tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role tool needs tool_call_id")
+        return self
+
+
+class Function(Strict):
+    """A tool that the model may call. `strict`: its arguments follow `parameters` to the letter."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """One tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    """A name."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    """A schema that the answer follows."""
+
+    name: Name
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and that needs it")
+        return self
+
+    def schema_of(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for free text."""
+        if self.type == "text":
+            return None
+        given = self.json_schema.schema_ if self.json_schema is not None else None
+        return {"type": "object"} if given is None else given
+
+
+class ChatRequest(Sampled):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    functions: None = None
+    function_call: None = None
+    reasoning_effort: Literal["none"] | None = None
+    moderation: None = None
+    prompt_cache_options: None = None
+    verbosity: None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise contradiction("top_logprobs", "needs logprobs to be true")
+        return self
+
+
+class CompletionRequest(Sampled):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    suffix: None = None
+
+
+class TokenizeRequest(Strict):
+    """`POST /tokenize`: a text or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise contradiction("prompt", "or messages must be given, not both")
+        return self
+
+
+class LoadRequest(Strict):
+    """`POST /v1/models/load`: a model of the store. Calls in flight may go on for `drain_s`."""
+
+    model: Annotated[str, Field(min_length=1, max_length=300)]
+    drain_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0
+
+
+class UnloadRequest(Strict):
+    """`POST /v1/models/unload`."""
+
+    model: str | None = None
+    drain_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0

@@ -1,0 +1,192 @@
+"""Which tools a call may use, and the grammar that makes sure of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.engine.inputs import Intake
+from shoal.errors import InvalidRequestError
+from shoal.sampling.grammar import GrammarCompiler
+from shoal.sampling.schema import check_schema
+from shoal.server.errors import bad_request
+from shoal.server.openai.prompts import ToolStyle
+from shoal.server.openai.schemas import NamedTool, Tool
+from shoal.server.openai.toolcalls import ToolCallParser
+from shoal.types import SamplingParams
+
+_MAX_CALLS = 8  # of one constrained answer; a small model would go on for ever
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one call. `shown` are in the prompt, `forced` are those one of which must be called."""
+
+    shown: Sequence[Tool] = ()
+    forced: Sequence[Tool] = ()
+    parallel: bool = True
+
+    @property
+    def active(self) -> bool:
+        """True when the answer may hold tool calls."""
+        return bool(self.shown)
+
+    def parser(self) -> ToolCallParser:
+        """What finds the calls in the answer."""
+        return ToolCallParser([t.function.name for t in self.shown], None if self.parallel else 1)
+
+    def held(self, intake: Intake, style: ToolStyle, schema: dict[str, Any] | None, place: str) -> dict[str, Any]:
+        """As `grammar`, and compiled: ApiError names the tool whose parameters cannot be honoured, by its `place`."""
+        arguments = self.grammar(style, schema)
+        if self.shown and arguments and intake.grammars is not None:
+            try:
+                for tool in self.shown:
+                    check_schema(tool.function.parameters or {})
+                intake.grammars.compile(SamplingParams(**arguments))
+            except InvalidRequestError:
+                self._blame(intake.grammars, place)
+                raise
+        return arguments
+
+    def _blame(self, grammars: GrammarCompiler, place: str) -> None:
+        """Raise an ApiError for the first tool of whose parameters alone no grammar can be made."""
+        for number, tool in enumerate(self.shown):
+            try:
+                grammars.compile(SamplingParams(json_schema=closed(tool.function.parameters or {})))
+            except InvalidRequestError as error:
+                param = place.format(number)
+                raise bad_request(str(error).replace("json_schema", param, 1), param) from error
+
+    def grammar(self, style: ToolStyle, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Arguments for `SamplingParams` that hold the answer to what was asked; empty when nothing was.
+
+        With a `schema` the answer follows that, unless it is a tool call.
+        """
+        most = _MAX_CALLS if self.parallel else 1
+        if self.forced:
+            return {"grammar": _called(self.forced, style, most)}
+        if schema is not None and self.shown:
+            return {"grammar": f"{_called(self.shown, style, most, 'answer')}answer: {_json(closed(schema))}"}
+        if schema is not None:
+            return {"json_schema": closed(schema)}
+        if any(tool.function.strict for tool in self.shown):
+            return {"grammar": _optional(self.shown, style)}
+        return {}
+
+
+def tool_use(tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool | None) -> ToolUse:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` mean together. ApiError when they contradict."""
+    tools = tools or ()
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad_request("two tools have the same name", "tools")
+    if not tools:
+        if choice is not None and choice not in ("none", "auto"):
+            raise bad_request("tool_choice asks for a tool and there are no tools", "tool_choice")
+        return ToolUse()
+    if choice == "none":
+        return ToolUse()
+    several = parallel is not False
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not named:
+            raise bad_request(f"tool_choice names {choice.function.name!r}, which is not in tools", "tool_choice")
+        return ToolUse(tools, named, parallel=False)
+    return ToolUse(tools, tools if choice == "required" else (), several)
+
+
+def _calls_schema(tools: Sequence[Tool], style: ToolStyle) -> dict[str, Any]:
+    """A schema whose values are a call of one of `tools`. Their local references are moved along."""
+    key = "parameters" if style is ToolStyle.LLAMA else "arguments"
+    definitions: dict[str, Any] = {}
+    options = []
+    for number, tool in enumerate(tools):
+        place = f"tool{number}"
+        parameters = tool.function.parameters or {"type": "object", "properties": {}}
+        definitions[place] = _moved(closed(parameters), f"#/$defs/{place}")
+        options.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, key: {"$ref": f"#/$defs/{place}"}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": options, "$defs": definitions}
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without properties that it does not name: a small model would make them up without end.
+
+    What it allows, the given schema allows too. Objects that say themselves what else they take are left as they are,
+    and so is a schema with `allOf`, whose parts add up.
+    """
+    text = json.dumps(schema)
+    return schema if '"allOf"' in text else _closed(schema)
+
+
+def _closed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_closed(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {
+        key: child if key in ("const", "enum", "default", "examples") else _closed(child)
+        for key, child in value.items()
+    }
+    says = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"}
+    if (
+        isinstance(value.get("properties"), dict)
+        and value.get("type", "object") == "object"
+        and not says & value.keys()
+    ):
+        inner["additionalProperties"] = False
+    return inner
+
+
+def _moved(value: Any, root: str) -> Any:
+    """A schema as part of a larger one: references that began at its root begin at `root`."""
+    if isinstance(value, dict):
+        return {
+            k: root + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _moved(v, root)
+            for k, v in value.items()
+        }
+    return [_moved(item, root) for item in value] if isinstance(value, list) else value
+
+
+def _called(tools: Sequence[Tool], style: ToolStyle, most: int, otherwise: str = "") -> str:
+    """One to `most` calls in the model's format, or what another rule allows."""
+    start = f"start: calls | {otherwise}\n" if otherwise else "start: calls\n"
+    if style is ToolStyle.HERMES:
+        more = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
+        body = _json(_calls_schema(tools, style))
+        return f'{start}calls: call{more}\ncall: "<tool_call>\\n" body "\\n</tool_call>"\nbody: {body}'
+    return f"{start}calls: {_json(_bare(tools, style, most))}"
+
+
+def _bare(tools: Sequence[Tool], style: ToolStyle, most: int) -> dict[str, Any]:
+    """Calls without anything around them: one object, or a list in Mistral's format."""
+    schema = _calls_schema(tools, style)
+    if style is not ToolStyle.MISTRAL:
+        return schema
+    definitions = schema.pop("$defs")
+    return {"type": "array", "items": schema, "minItems": 1, "maxItems": most, "$defs": definitions}
+
+
+def _optional(tools: Sequence[Tool], style: ToolStyle) -> str:
+    """Free text, in which a call that begins must be a right one."""
+    if style is ToolStyle.HERMES:
+        return (
+            "start: (called)* TEXT\n"
+            'opened[lazy]: TEXT "<tool_call>"\n'
+            'called: opened "\\n" body "\\n</tool_call>"\n'
+            f"TEXT: /(.|\\n)*/\nbody: {_json(_calls_schema(tools, style))}"
+        )
+    return f"start: body | TEXT\nTEXT: /([^{{\\[](.|\\n)*)?/\nbody: {_json(_bare(tools, style, _MAX_CALLS))}"
+
+
+def _json(schema: dict[str, Any]) -> str:
+    """A schema as the right side of a Lark rule."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}\n"

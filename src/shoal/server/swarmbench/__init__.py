@@ -1,0 +1,1 @@
+"""SwarmBench: the page at `/`, its routes and its history."""

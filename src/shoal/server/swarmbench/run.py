@@ -1,0 +1,239 @@
+"""One swarm on the server: a thread follows it, and what changes is kept as frames, to be read from any point.
+
+The run belongs to the server, not to the page that began it: a page that is loaded again takes a snapshot and goes on
+from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shoal.agents.swarm import SYNTHESIS, Specialist, State, Swarm, swarm_sampling
+from shoal.engine.engine import Engine
+from shoal.errors import ShoalError
+from shoal.server.swarmbench.record import Document, apply, card_numbers, new_phase, phase_summary
+from shoal.server.swarmbench.steps import StepLog, single_stream_rate
+from shoal.types import Result, StepRecord
+
+_FRAME_S = 1 / 60  # what a screen shows; tokens that come together travel together
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmOrder:
+    """What was asked for. `one_by_one`: run the agents once more, one after another, to compare the times.
+
+    `sharing`: whether the agents may share KV of what their prompts begin with. `deadline_s` is that of each agent.
+    """
+
+    question: str
+    team: tuple[Specialist, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    synthesis: bool
+    one_by_one: bool
+    sharing: bool
+    deadline_s: float | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What is not the question and the team."""
+        return {name: value for name, value in asdict(self).items() if name not in ("question", "team")}
+
+
+@dataclass(slots=True)
+class _Phase:
+    """A swarm, its steps, and how much of both has been told."""
+
+    name: str
+    swarm: Swarm
+    log: StepLog
+    told: dict[int, tuple[State, int, int]] = field(default_factory=dict)  # card: state, tokens, characters
+    steps_told: int = 0
+
+
+class SwarmRun:
+    """A run from its order to its end, and its record.
+
+    Invariant: `frames` only grows, and `document` is what all of them make of an empty record. Both belong to the event
+    loop; the run's own thread pumps the swarm and hands frames over. `finished`: nothing more will come.
+    """
+
+    def __init__(self, order: SwarmOrder, engine: Engine, model: str, ended: Callable[[SwarmRun], None]) -> None:
+        """`ended` is called on the event loop when all is over. Raises `InvalidRequestError`."""
+        self.id = secrets.token_hex(8)
+        self.frames: list[bytes] = []
+        self.finished = False
+        self.results: list[Result] = []
+        self._order = order
+        self._engine = engine
+        self._ended = ended
+        self._note: str | None = None
+        self._stopped = False
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()  # a new one for each frame
+        self._over = asyncio.Event()
+        self._commands: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._together = self._phase("together")
+        self._alone: _Phase | None = None
+        spec = engine.spec
+        self.document: Document = {
+            "id": self.id,
+            "title": order.question.strip().split("\n", 1)[0][:80],
+            "question": order.question,
+            "model": {"name": model, "precision": spec.precision, "runner": spec.runner},
+            "created": time.time(),
+            "state": "running",
+            "note": None,
+            "settings": order.settings(),
+            "together": new_phase([card.specialist for card in self._together.swarm.everyone]),
+            "one_by_one": None,
+            "same_texts": None,
+            "single_tokens_per_s": None,
+        }
+        self._thread = threading.Thread(target=self._live, name=f"swarm-{self.id}", daemon=True)
+
+    # -- on the event loop --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, card: int | None) -> None:
+        """End one card (the synthesis has the number after the last agent's), or all and what is still to come."""
+        self._commands.put(card)
+
+    async def changed(self, timeout_s: float) -> bool:
+        """True when there are more frames, False after that time."""
+        return await _within(timeout_s, self._changed)
+
+    async def until_finished(self, timeout_s: float) -> bool:
+        """True when it has ended, False after that time."""
+        return await _within(timeout_s, self._over)
+
+    def _append(self, frame: Document) -> None:
+        apply(self.document, frame)
+        number = len(self.frames) + 1
+        self.frames.append(f"id: {number}\nevent: frame\ndata: {_encode(frame)}\n\n".encode("utf-8", "replace"))
+        if "end" in frame:
+            self.finished = True
+            self._over.set()
+            self._ended(self)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # -- on the run's thread ------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            self._follow(self._together)
+            states = {card.state for card in self._together.swarm.everyone}
+            if self._order.one_by_one and not self._stopped and states == {State.DONE}:
+                self._alone = self._phase("one_by_one")
+                self._follow(self._alone)
+        finally:
+            self._hand_over({"end": self._end()})
+
+    def _phase(self, name: str) -> _Phase:
+        order, together = self._order, name == "together"
+        swarm = Swarm(
+            order.question,
+            order.team,
+            swarm_sampling(order.max_tokens, order.temperature, order.seed),
+            serial=not together,
+            synthesis=SYNTHESIS if order.synthesis and together else None,
+            sharing=order.sharing,
+            deadline_s=order.deadline_s,
+        )
+        log = StepLog(swarm.everyone, len(swarm.cards), self._engine.spec.block_bytes, time.perf_counter())
+        return _Phase(name, swarm, log)
+
+    def _follow(self, phase: _Phase) -> None:
+        """Run a phase to its end, telling what changes."""
+
+        def listen(record: StepRecord) -> None:
+            phase.log.note(record, time.perf_counter())
+
+        self._engine.listen(listen)
+        try:
+            phase.log.began = time.perf_counter()
+            self._guarded(lambda: phase.swarm.start(self._engine))
+            while not phase.swarm.finished:
+                self._obey(phase)
+                self._guarded(lambda: phase.swarm.pump(_FRAME_S))
+                self._tell(phase)
+        finally:
+            self._engine.unlisten(listen)
+        self.results += [card.result for card in phase.swarm.everyone if card.result is not None]
+        self._tell(phase)
+
+    def _guarded(self, act: Callable[[], object]) -> None:
+        """A refusal ends the swarm, not the run's record."""
+        try:
+            act()
+        except ShoalError as error:
+            self._note = str(error)
+
+    def _obey(self, phase: _Phase) -> None:
+        while not self._commands.empty():
+            number = self._commands.get()
+            cards = phase.swarm.everyone
+            if number is None:
+                self._stopped = True
+                phase.swarm.abort()
+            elif number < len(cards):
+                phase.swarm.abort(cards[number])
+
+    def _tell(self, phase: _Phase) -> None:
+        """Hand over what changed since the last time, if anything did."""
+        now = time.perf_counter()
+        cards = []
+        for number, card in enumerate(phase.swarm.everyone):
+            state, tokens, characters = phase.told.get(number, (State.QUEUED, 0, 0))
+            if (card.state, card.tokens, len(card.text)) != (state, tokens, characters):
+                phase.told[number] = (card.state, card.tokens, len(card.text))
+                more = card.text[characters:]
+                cards.append({"i": number, "more": more, **card_numbers(card, now, phase.log.began)})
+        steps = phase.log.rows[phase.steps_told :]
+        phase.steps_told += len(steps)
+        if cards or steps:
+            summary = phase_summary(phase.swarm.summary(now), phase.log)
+            self._hand_over({"phase": phase.name, "cards": cards, "steps": steps, "summary": summary})
+
+    def _hand_over(self, frame: Document) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._append, frame)
+        except RuntimeError:  # the event loop is closed: the server has stopped, nobody listens
+            return
+
+    def _end(self) -> Document:
+        """How it ended."""
+        cards = self._together.swarm.everyone
+        states = {card.state for card in cards}
+        if self._note is not None or State.FAILED in states or not self._together.swarm.finished:
+            state = "failed"
+        else:
+            state = "cancelled" if self._stopped or State.ABORTED in states else "done"
+        rows = [*self._together.log.rows, *(self._alone.log.rows if self._alone is not None else ())]
+        same = None
+        if self._alone is not None and self._alone.swarm.finished and not self._stopped:
+            same = sum(a.text == b.text for a, b in zip(self._alone.swarm.cards, cards, strict=False))
+        told = {"state": state, "note": self._note, "same_texts": same}
+        return {**told, "single_tokens_per_s": single_stream_rate(rows)}
+
+
+async def _within(timeout_s: float, event: asyncio.Event) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

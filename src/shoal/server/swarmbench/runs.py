@@ -1,0 +1,176 @@
+"""All swarm runs of a server: begun, followed from any point, kept in the history."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from shoal.errors import HistoryError
+from shoal.server.errors import ApiError
+from shoal.server.generation import Api
+from shoal.server.hub import Served
+from shoal.server.logs import logger
+from shoal.server.swarmbench.history import History
+from shoal.server.swarmbench.record import Document, frozen
+from shoal.server.swarmbench.run import SwarmOrder, SwarmRun
+
+MAX_RUNNING = 8  # each may have eight agents; more only wait for each other
+_KEPT = 16  # runs in memory that have ended: whoever reads one may come back for its last frames
+_SAVE_S = 1.0  # what a killed server loses at most
+
+
+class SwarmRuns:
+    """Runs by id. All methods belong on the event loop's thread, which never waits for the disk.
+
+    A run holds a lease on the model from its start to its end, so a switch of models waits for it, or ends it.
+    """
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._runs: dict[str, SwarmRun] = {}
+        self._history: History | None = None
+        self._opening = asyncio.Lock()
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self.history_error: str | None = None  # why the last save failed, for whoever shows it
+
+    async def history(self) -> History:
+        """The history, opened when it is first needed. Raises `HistoryError`."""
+        async with self._opening:
+            if self._history is None:
+                self._history = await asyncio.to_thread(History, self._api.config.history)
+        return self._history
+
+    async def start(self, order: SwarmOrder, model: str | None) -> SwarmRun:
+        """Begin a run. ApiError when there are too many or no model serves; `InvalidRequestError`."""
+        running = sum(not run.finished for run in self._runs.values())
+        if running >= MAX_RUNNING:
+            raise ApiError(429, f"{running} swarms run already", code="queue_full", headers={"Retry-After": "2"})
+        served = self._api.hub.acquire(model)
+        try:
+            run = SwarmRun(order, served.engine, served.name, lambda run: self._ended(run, served))
+        except BaseException:
+            self._api.hub.release(served)
+            raise
+        self._runs[run.id] = run
+        run.start()
+        self._keeping[run.id] = asyncio.create_task(self._keep(run))
+        self._keeping[run.id].add_done_callback(lambda task: self._keeping.pop(run.id))  # noqa: ARG005
+        return run
+
+    def _ended(self, run: SwarmRun, served: Served) -> None:
+        self._api.hub.release(served)
+        for result in run.results:
+            self._api.metrics.count_generation(result)
+
+    async def _keep(self, run: SwarmRun) -> None:
+        """Save a run's record now, from time to time, and at its end."""
+        while True:
+            finished = run.finished
+            try:
+                history = await self.history()
+                await asyncio.to_thread(history.save, frozen(run.document))
+                self.history_error = None
+            except HistoryError as error:
+                self.history_error = str(error)
+                logger.error("history", extra={"fields": {"run": run.id, "error": str(error)}})
+            if finished:
+                break
+            await run.until_finished(_SAVE_S)
+        ended = [known for known in self._runs.values() if known.finished and known.id not in self._keeping]
+        for known in ended[: max(0, len(ended) - _KEPT)]:
+            del self._runs[known.id]
+
+    @property
+    def running(self) -> list[str]:
+        """Ids of runs that have not ended, the latest last."""
+        return [run.id for run in self._runs.values() if not run.finished]
+
+    async def stop(self, run_id: str, card: int | None) -> None:
+        """End one card of a run, or all; nothing happens when that has ended. ApiError 404."""
+        run = self._runs.get(run_id)
+        if run is None:
+            await self.record(run_id)
+        else:
+            run.stop(card)
+
+    async def record(self, run_id: str) -> Document:
+        """The record of a run as it is now. ApiError 404 when there is none."""
+        run = self._runs.get(run_id)
+        if run is not None:
+            return run.document
+        document = await asyncio.to_thread((await self.history()).get, run_id)
+        if document is None:
+            raise ApiError(404, f"there is no run {run_id!r}", code="run_not_found")
+        return document
+
+    async def search(self, query: str, limit: int, offset: int) -> list[Document]:
+        """Runs of the history, newest first, without their cards."""
+        history = await self.history()
+        return await asyncio.to_thread(history.search, query, limit, offset)
+
+    async def size(self) -> tuple[int, int]:
+        """How many runs the history has, and its bytes on disk; zeros when it cannot be read."""
+        try:
+            return await asyncio.to_thread((await self.history()).size)
+        except HistoryError:
+            return 0, 0
+
+    async def rename(self, run_id: str, title: str) -> None:
+        """Give a run another title. ApiError 404."""
+        if not await asyncio.to_thread((await self.history()).rename, run_id, title):
+            raise ApiError(404, f"there is no run {run_id!r}", code="run_not_found")
+        if run_id in self._runs:
+            self._runs[run_id].document["title"] = title
+
+    async def delete(self, run_id: str) -> None:
+        """Forget a run that has ended. ApiError 404, 409 while it goes on."""
+        run = self._runs.get(run_id)
+        if run is not None and not run.finished:
+            raise ApiError(409, "the run has not ended; stop it first", code="run_in_progress")
+        known = self._runs.pop(run_id, None)
+        if run_id in self._keeping:  # its last save is under way, and must not come after this
+            await asyncio.wait([self._keeping[run_id]])
+        if not await asyncio.to_thread((await self.history()).delete, run_id) and known is None:
+            raise ApiError(404, f"there is no run {run_id!r}", code="run_not_found")
+
+    async def follow(self, run_id: str, after: int | None) -> AsyncIterator[bytes]:
+        """A run as server-sent events: with `after`, the frames behind that one; else a snapshot and what follows.
+
+        The last event is `end`. ApiError 404 when there is no such run.
+        """
+        run = self._runs.get(run_id)
+        return self._stored(await self.record(run_id)) if run is None else self._live(run, after)
+
+    async def _stored(self, record: Document) -> AsyncIterator[bytes]:
+        yield _event("snapshot", record)
+        yield _event("end", {})
+
+    async def _live(self, run: SwarmRun, after: int | None) -> AsyncIterator[bytes]:
+        at = after
+        if at is None or at > len(run.frames):
+            at = len(run.frames)
+            yield f"id: {at}\n".encode() + _event("snapshot", run.document)
+        while True:
+            if at < len(run.frames):
+                frames = run.frames[at:]
+                at += len(frames)
+                yield b"".join(frames)
+            elif run.finished:
+                yield _event("end", {})
+                return
+            elif not await run.changed(self._api.config.keepalive_s):
+                yield b": keep-alive\n\n"
+
+    async def close(self) -> None:
+        """Wait until what has ended is saved, and close the history."""
+        if self._keeping:
+            await asyncio.wait(self._keeping.values(), timeout=5)
+        if self._history is not None:
+            await asyncio.to_thread(self._history.close)
+
+
+def _event(name: str, document: Any) -> bytes:
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {name}\ndata: {text}\n\n".encode("utf-8", "replace")

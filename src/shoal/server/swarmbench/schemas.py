@@ -1,0 +1,61 @@
+"""Bodies of the calls that the page makes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from shoal.agents.swarm import Specialist
+from shoal.server.openai.fields import Finite, Strict
+
+MAX_AGENTS = 8
+
+
+class Agent(Strict):
+    """One specialist: its name, and the line that asks for its view."""
+
+    name: Annotated[str, Field(min_length=1, max_length=60)]
+    task: Annotated[str, Field(min_length=1, max_length=1000)]
+
+    def specialist(self) -> Specialist:
+        """The same for the engine's side."""
+        return Specialist(self.name, self.task)
+
+
+class SwarmRequest(Strict):
+    """`POST /v1/swarms`: a question and who answers it."""
+
+    model: str | None = None
+    question: Annotated[str, Field(min_length=1, max_length=20_000)]
+    agents: Annotated[list[Agent], Field(min_length=1, max_length=MAX_AGENTS)]
+    max_tokens: Annotated[int, Field(ge=1, le=4096)] = 160
+    temperature: Annotated[Finite, Field(ge=0, le=2)] = 0.4
+    seed: Annotated[int, Field(ge=0, le=2**62)] | None = None
+    synthesis: bool = True
+    one_by_one: bool = False
+    sharing: bool = True
+
+
+class StopRequest(Strict):
+    """`POST /v1/swarms/{id}/stop`: one card, or all."""
+
+    card: Annotated[int, Field(ge=0, le=MAX_AGENTS)] | None = None
+
+
+class RenameRequest(Strict):
+    """`PATCH /v1/swarms/{id}`."""
+
+    title: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class SettingsRequest(Strict):
+    """`POST /v1/page`: settings of the engine that can change while it runs."""
+
+    max_stall_ms: Annotated[Finite, Field(gt=0, le=60_000)]
+
+
+class PullRequest(Strict):
+    """`POST /v1/storage`: fetch a model into the store."""
+
+    name: Annotated[str, Field(min_length=1, max_length=300)]

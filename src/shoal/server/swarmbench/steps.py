@@ -1,0 +1,87 @@
+"""What each step of the engine was to one swarm: who took part, who joined and left, what KV was held and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from shoal.agents.swarm import Card
+from shoal.core.sequence import Sequence as EngineSequence
+from shoal.core.sequence import Status
+from shoal.types import StepRecord
+
+MAX_STEPS = 6000  # kept of one phase: eight agents of 700 tokens one by one; what comes after is not drawn
+
+Row = tuple[float, float, int, int, int, int, int, int, int, int]
+"""A step as the page draws it: begin and length in ms, batch width, prompt tokens, decoded tokens, then as bit sets of
+cards who took part, joined and left (the synthesis has the bit after the last agent's), then KV in bytes held by the
+swarm and saved by sharing."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """How far a card's sequence was when it was last looked at."""
+
+    computed: int = -1
+    present: bool = False
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Listens to an engine for one swarm. `note` runs on the engine's thread; `rows` only grows: others may read it.
+
+    `began` is the clock's zero of the rows, in seconds. Steps of other callers alone are left out. The peak is the KV
+    of the first `agents` cards when sharing saved most.
+    """
+
+    cards: Sequence[Card]
+    agents: int
+    block_bytes: int
+    began: float
+    rows: list[Row] = field(default_factory=list)
+    peak_held: int = 0
+    peak_saved: int = 0
+    widest: int = 0
+    _seen: list[_Seen] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seen = [_Seen() for _ in self.cards]
+
+    def note(self, record: StepRecord, now: float) -> None:
+        """Take in a step that has just ended."""
+        took = joined = left = 0
+        running: list[EngineSequence] = []
+        for bit, (card, seen) in enumerate(zip(self.cards, self._seen, strict=True)):
+            ticket = card.handle.ticket if card.handle is not None else None
+            if ticket is None:
+                continue
+            present = ticket.seq.status is Status.RUNNING
+            if present:
+                running.append(ticket.seq)
+            if (present and ticket.seq.computed != seen.computed) or seen.present != present:
+                took |= 1 << bit
+            joined |= (present and not seen.present) << bit
+            left |= (seen.present and not present) << bit
+            seen.computed, seen.present = ticket.seq.computed, present
+        if took and len(self.rows) < MAX_STEPS:
+            self.widest = max(self.widest, record.batch)
+            held, saved = _kv(running, self.block_bytes)
+            if took & ((1 << self.agents) - 1) and (saved, held) >= (self.peak_saved, self.peak_held):
+                self.peak_saved, self.peak_held = saved, held
+            begin = round((now - self.began) * 1e3 - record.ms, 2)
+            width = (record.batch, record.prefill_tokens, record.decode_tokens)
+            self.rows.append((begin, round(record.ms, 2), *width, took, joined, left, held, saved))
+
+
+def _kv(running: Sequence[EngineSequence], block_bytes: int) -> tuple[int, int]:
+    """Bytes of the blocks that some sequences hold, and of those they would hold if nothing were shared."""
+    mentioned = sum(len(seq.blocks) for seq in running)
+    distinct = len({block for seq in running for block in seq.blocks})
+    return distinct * block_bytes, (mentioned - distinct) * block_bytes
+
+
+def single_stream_rate(rows: Sequence[Row]) -> float | None:
+    """Tokens per second of a stream that is alone, from the steps in which one was; None when there were too few."""
+    alone = [row[1] / row[4] for row in rows if row[2] == 1 and row[3] == 0 and row[4] > 0]
+    return round(1e3 / median(alone), 1) if len(alone) >= 4 else None
