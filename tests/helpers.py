@@ -10,7 +10,7 @@ from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Progress, Sequence
 from shoal.core.stop import StopChecker
 from shoal.engine.engine import Engine
-from shoal.engine.inputs import Intake
+from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import StepLoop
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import ModelSpec, StepPlan, Want
@@ -88,14 +88,14 @@ def toy_engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
 
 
 def toy_loop(runner: FakeRunner, **settings: Any) -> StepLoop:
-    return StepLoop(runner, Intake(runner.spec, ByteTokenizer(), 0), EngineConfig(**settings))
+    return StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), EngineConfig(**settings))
 
 
 def finish(loop: StepLoop, requests: Seq[Request]) -> list[Result]:
     """Run requests on a loop to their ends."""
     logs: list[list[Event]] = [[] for _ in requests]
     for i, (request, log) in enumerate(zip(requests, logs, strict=True)):
-        loop.add(f"r{i}", loop.intake.admit(request), log.append)
+        loop.add(f"r{i}", loop.inputs.prepare(request), log.append)
     while not loop.idle:
         loop.step()
     results = [log[-1].result for log in logs]

@@ -13,7 +13,7 @@ from shoal import EngineConfig, Request, SamplingParams
 from shoal.bench.systems.ours import sampling as greedy
 from shoal.bench.workloads import TEXT, Job, Workload, make_jobs
 from shoal.core.audit import check_integrity
-from shoal.engine.inputs import Intake
+from shoal.engine.inputs import InputProcessor
 from shoal.engine.loading import make_runner
 from shoal.engine.loop import StepLoop
 from shoal.models import Store, load_tokenizer
@@ -29,7 +29,7 @@ def make_loop(**settings: Any) -> StepLoop:
     store = Store()
     config = EngineConfig.of(**SETTINGS, **settings)
     runner = make_runner(store.resolve(MODEL), config, store)
-    return StepLoop(runner, Intake(runner.spec, None, 0), config)
+    return StepLoop(runner, InputProcessor(runner.spec, None, 0), config)
 
 
 def jobs(count: int, length: int, output: int, seed: int = 0) -> list[Job]:
@@ -39,7 +39,7 @@ def jobs(count: int, length: int, output: int, seed: int = 0) -> list[Job]:
 
 def add(loop: StepLoop, name: str, job: Job) -> Any:
     request = Request(prompt_tokens=job.prompt, sampling=greedy(job))
-    return loop.add(name, loop.intake.admit(request), lambda event: None)
+    return loop.add(name, loop.inputs.prepare(request), lambda event: None)
 
 
 def scheduler_time(runs: int) -> dict[str, Any]:
@@ -103,16 +103,16 @@ def second(runs: int) -> dict[str, Any]:
     job = jobs(1, 1001, 1)[0]
     computed, admission = [], []
     for number in range(20 * runs):
-        ticket = add(loop, f"r{number}", job)
+        state = add(loop, f"r{number}", job)
         begin = time.perf_counter()
         loop.scheduler._next_to_join(0.0)
-        loop.scheduler._join(ticket.seq, 0.0)
+        loop.scheduler._join(state.seq, 0.0)
         if number:
             admission.append((time.perf_counter() - begin) * 1e3)
-        loop.scheduler._preempt(ticket.seq)
+        loop.scheduler._preempt(state.seq)
         while not loop.idle:
             loop.step()
-        computed.append(ticket.seq.computed_tokens)
+        computed.append(state.seq.computed_tokens)
     loop.runner.close()
     return {"computed_tokens": computed[1], "first_computed": computed[0], "admission_ms": spread(admission)}
 
@@ -121,7 +121,7 @@ def distinct(runs: int) -> dict[str, Any]:
     """100,000 distinct prompts through a small budget of the toy model: memory and books."""
     del runs
     runner = FakeRunner(num_blocks=64)
-    loop = StepLoop(runner, Intake(runner.spec, ByteTokenizer(), 0), EngineConfig(max_batch=16))
+    loop = StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), EngineConfig(max_batch=16))
     process, sizes = psutil.Process(), []
     for number in range(100_000):
         add(loop, str(number), Job(tuple(f"{number:07d} ".encode() * 5), 1))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.agents import Agent, Graph, Input
-from shoal.agents.dry_run import rehearse
+from shoal.agents.dry_run import dry_run
 from shoal.agents.lint import lint_graph, lint_prompts, read_prompts
 from shoal.errors import GraphFileError
 from shoal.runners.fake import ByteTokenizer
@@ -93,7 +93,7 @@ def test_outputs_that_several_roles_read_come_before_the_role() -> None:
         graph.add(Agent(name, role=f"You check {name}.", task="Check"), after=draft)
     alone = graph.add(Agent("alone", task="Alone"), after=graph.nodes["legal"])
     graph.add(Agent("end", role="You end.", task="End"), after=alone)
-    parts = {scene.node.id: [name for name, _ in scene.layout.parts(scene.agent.name)] for scene in rehearse(graph)}
+    parts = {scene.node.id: [name for name, _ in scene.layout.parts(scene.agent.name)] for scene in dry_run(graph)}
     assert parts["legal"] == ["shared", "output of draft", "role of legal", "task of legal"]
     assert parts["style"] == ["shared", "output of draft", "role of style", "task of style"]
     assert parts["end"] == ["shared", "role of end", "output of alone", "task of end"]
@@ -109,7 +109,7 @@ def test_a_rehearsal_takes_every_kind_of_node() -> None:
     called = graph.call(lambda run, out: out, after=way)
     docs = graph.map(Agent("doc", task="Read {item}"), over=Input("docs"))
     graph.add(Agent("end", task="End"), after=[called, docs])
-    scenes = {scene.node.id: scene for scene in rehearse(graph, {"topic": "bread"})}
+    scenes = {scene.node.id: scene for scene in dry_run(graph, {"topic": "bread"})}
     assert list(scenes) == [
         "plan", "doc[0]", "doc[1]", "part[0]", "part[1]", "merge.merge", "c-loop.w", "c-loop.c", "branch.a",
         "branch.b", "end",

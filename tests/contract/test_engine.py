@@ -9,8 +9,8 @@ import pytest
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
-from shoal.engine.inputs import Intake
-from shoal.engine.loop import StepLoop, Ticket
+from shoal.engine.inputs import InputProcessor
+from shoal.engine.loop import RequestState, StepLoop
 from shoal.runners.base import Runner
 from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 
@@ -45,7 +45,7 @@ class Loop(StepLoop):
     """A loop whose books are audited after every step."""
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
-        super().__init__(runner, Intake(runner.spec, None, 0), config)
+        super().__init__(runner, InputProcessor(runner.spec, None, 0), config)
         self.events: list[Event] = []
         self.results: dict[str, Result] = {}
 
@@ -55,9 +55,11 @@ class Loop(StepLoop):
     def __exit__(self, *_: object) -> None:
         self.abort_all()
 
-    def add_prompt(self, prompt: Sequence[int], sampling: SamplingParams, written: tuple[int, ...] = ()) -> Ticket:
+    def add_prompt(
+        self, prompt: Sequence[int], sampling: SamplingParams, written: tuple[int, ...] = ()
+    ) -> RequestState:
         request = Request(prompt_tokens=tuple(prompt), sampling=sampling)
-        return super().add(f"r{self._next_id:03}", self.intake.admit(request), self.events.append, written=written)
+        return super().add(f"r{self._next_id:03}", self.inputs.prepare(request), self.events.append, written=written)
 
     add = add_prompt  # type: ignore[assignment]
 
@@ -201,11 +203,11 @@ def test_branches_of_a_running_request_share_what_it_has(bench: Bench) -> None:
 def test_a_cancelled_request_leaves_its_neighbours_alone(bench: Bench) -> None:
     prompts = [bench.prompt(n) for n in (50, 7, 64, 20)]
     with bench.loop() as loop:
-        tickets = [loop.add(prompt, greedy()) for prompt in prompts]
+        states = [loop.add(prompt, greedy()) for prompt in prompts]
         loop.advance(2)
-        loop.abort(tickets[1])
+        loop.abort(states[1])
         loop.advance(3)
-        loop.abort(tickets[2])
+        loop.abort(states[2])
         results = loop.drain()
     assert [r.finish_reason for r in results] == [
         FinishReason.LENGTH, FinishReason.ABORTED, FinishReason.ABORTED, FinishReason.LENGTH,
@@ -229,8 +231,8 @@ def test_random_traffic(bench: Bench) -> None:
                 loop.add(prompt, greedy(count))
             if step % 13 == 7:
                 loop.scheduler.preempt_all(drop_cached=bool(step % 2))
-            if step % 11 == 5 and loop.tickets:
-                loop.abort(rng.choice(loop.tickets))
+            if step % 11 == 5 and loop.states:
+                loop.abort(rng.choice(loop.states))
             loop.advance(1)
         results = loop.drain()
     assert len(results) == len(expected)

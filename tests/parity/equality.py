@@ -18,8 +18,8 @@ import numpy as np
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
-from shoal.engine.inputs import Intake
-from shoal.engine.loop import StepLoop, Ticket
+from shoal.engine.inputs import InputProcessor
+from shoal.engine.loop import RequestState, StepLoop
 from shoal.runners.base import Runner
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.sampler import INVALID_TOKEN
@@ -119,10 +119,10 @@ def solo(watched: Watched, requests: Sequence[Request]) -> list[tuple[int, ...]]
     config = EngineConfig(max_batch=1, prefix_sharing=False, max_step_tokens=2048)
     outputs = []
     for request in requests:
-        loop = StepLoop(watched, Intake(watched.spec, None, 0), config)
+        loop = StepLoop(watched, InputProcessor(watched.spec, None, 0), config)
         events: list[Event] = []
         watched.tokens.clear()
-        loop.add("solo", loop.intake.admit(request), events.append)
+        loop.add("solo", loop.inputs.prepare(request), events.append)
         while not loop.idle:
             loop.step()
         result = events[-1].result
@@ -142,15 +142,15 @@ def one_schedule(
         prefix_sharing=rng.random() < 0.9,
         max_stall_ms=rng.choice((5, 50, 1000)),
     )
-    loop = StepLoop(watched, Intake(watched.spec, None, 0), config)
+    loop = StepLoop(watched, InputProcessor(watched.spec, None, 0), config)
     watched.tokens.clear()
     coming = [rng.randrange(len(requests)) for _ in range(rng.randint(2, 14))]
     events: list[tuple[int, list[Event]]] = []
 
-    def join(i: int, ticket: Ticket | None = None) -> None:
+    def join(i: int, state: RequestState | None = None) -> None:
         events.append((i, []))
-        written = loop.share(ticket) if ticket is not None else ()
-        added = loop.add(f"r{len(events)}", loop.intake.admit(requests[i]), events[-1][1].append, written=written)
+        written = loop.share(state) if state is not None else ()
+        added = loop.add(f"r{len(events)}", loop.inputs.prepare(requests[i]), events[-1][1].append, written=written)
         watched.know(added.seq.seq_id, added.seq.tokens)
 
     places: dict[str, int] = {}
@@ -159,11 +159,11 @@ def one_schedule(
             join(coming.pop())
             places[f"r{len(events)}"] = events[-1][0]
         dice = rng.random()
-        if dice < 0.03 and loop.tickets:
-            loop.abort(rng.choice(loop.tickets))
+        if dice < 0.03 and loop.states:
+            loop.abort(rng.choice(loop.states))
             out.seen["cancel"] += 1
-        elif dice < 0.06 and loop.tickets:
-            parent = rng.choice(loop.tickets)
+        elif dice < 0.06 and loop.states:
+            parent = rng.choice(loop.states)
             place = places[parent.request_id]
             join(place, parent)
             places[f"r{len(events)}"] = place

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
-from shoal.engine.inputs import Intake
-from shoal.engine.loop import StepLoop, Ticket
+from shoal.engine.inputs import InputProcessor
+from shoal.engine.loop import RequestState, StepLoop
 from shoal.errors import KVBudgetError, PromptTooLongError, RunnerError
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepPlan
@@ -35,10 +35,10 @@ def alone(prompt: str, sampling: tuple[tuple[str, object], ...], splits: bool, s
         num_blocks=256, block_size=BLOCK, context_length=512, splits_decode=splits, checkpoints=min(states, 1)
     )
     config = EngineConfig(max_batch=1, prefix_sharing=False)
-    loop = StepLoop(runner, Intake(runner.spec, ByteTokenizer(), 0), config)
+    loop = StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), config)
     events: list[Event] = []
     request = Request(prompt=prompt, sampling=SamplingParams(**dict(sampling)))  # type: ignore[arg-type]
-    loop.add("solo", loop.intake.admit(request), events.append)
+    loop.add("solo", loop.inputs.prepare(request), events.append)
     while not loop.idle:
         loop.step()
     result = events[-1].result
@@ -95,9 +95,11 @@ class CoreMachine(RuleBasedStateMachine):
             ageing_s=0.5,
         )
         self.clock = Clock()
-        self.loop = StepLoop(self.runner, Intake(self.runner.spec, ByteTokenizer(), 0), config, clock=self.clock)
+        self.loop = StepLoop(
+            self.runner, InputProcessor(self.runner.spec, ByteTokenizer(), 0), config, clock=self.clock
+        )
         self.events: dict[str, list[Event]] = {}
-        self.tickets: dict[str, Ticket] = {}
+        self.request_states: dict[str, RequestState] = {}
         self.expected: dict[str, tuple[int, ...]] = {}
         self.may_end_early: set[str] = set()
         self.break_next = False
@@ -112,11 +114,11 @@ class CoreMachine(RuleBasedStateMachine):
     def submit(self, request: Request, *, prefill_only: bool = False) -> str | None:
         name = f"r{len(self.events)}"
         try:
-            admissible = self.loop.intake.admit(request)
+            prepared = self.loop.inputs.prepare(request)
         except (KVBudgetError, PromptTooLongError):
             return None
         self.events[name] = []
-        self.tickets[name] = self.loop.add(name, admissible, self.events[name].append, prefill_only=prefill_only)
+        self.request_states[name] = self.loop.add(name, prepared, self.events[name].append, prefill_only=prefill_only)
         return name
 
     @rule(
@@ -165,7 +167,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         if name is not None:
             self.may_end_early.add(name)
-            self.pins.append(self.tickets[name].seq.seq_id)
+            self.pins.append(self.request_states[name].seq.seq_id)
 
     @rule()
     @precondition(lambda self: self.pins)
@@ -180,28 +182,28 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @precondition(lambda self: self.expected_prefixes)
-    def forgo(self, data: st.DataObject) -> None:
+    def cancel_expectation(self, data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(self.expected_prefixes) - 1))
         tokens, due = self.expected_prefixes.pop(at)
-        self.loop.scheduler.forgo(tokens, Namespace(), due)
+        self.loop.scheduler.cancel_expectation(tokens, Namespace(), due)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.loop.tickets)
+    @precondition(lambda self: self.loop.states)
     def abort(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.loop.tickets))
-        self.may_end_early.add(ticket.request_id)
-        self.loop.abort(ticket)
+        state = data.draw(st.sampled_from(self.loop.states))
+        self.may_end_early.add(state.request_id)
+        self.loop.abort(state)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.loop.tickets)
+    @precondition(lambda self: self.loop.states)
     def fork(self, data: st.DataObject) -> None:
-        parent = data.draw(st.sampled_from(self.loop.tickets))
+        parent = data.draw(st.sampled_from(self.loop.states))
         if parent.seq.prefill_only:
             return
         name = f"r{len(self.events)}"
         self.events[name] = []
         written = self.loop.share(parent)
-        self.tickets[name] = self.loop.add(name, parent.admissible, self.events[name].append, written=written)
+        self.request_states[name] = self.loop.add(name, parent.prepared, self.events[name].append, written=written)
         self.expected[name] = self.expected[parent.request_id]
 
     @rule()
@@ -213,7 +215,7 @@ class CoreMachine(RuleBasedStateMachine):
     def poison_a_row(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.loop.scheduler.running))
         self.runner.nan_for.add(seq.seq_id)
-        self.may_end_early.add(next(t.request_id for t in self.loop.tickets if t.seq is seq))
+        self.may_end_early.add(next(t.request_id for t in self.loop.states if t.seq is seq))
 
     @rule(drop=st.booleans())
     def suspend(self, drop: bool) -> None:
@@ -223,7 +225,7 @@ class CoreMachine(RuleBasedStateMachine):
     def run(self, steps: int) -> None:
         for _ in range(steps):
             if self.break_next:
-                self.may_end_early |= {t.request_id for t in self.loop.tickets}
+                self.may_end_early |= {t.request_id for t in self.loop.states}
             busy = not self.loop.idle
             ended = sum(e[-1].finished for e in self.events.values() if e)
             record = self.loop.step()
@@ -251,7 +253,7 @@ class CoreMachine(RuleBasedStateMachine):
         for seq_id in list(self.loop.scheduler.pinned):
             self.loop.unpin(seq_id)
         for tokens, due in self.expected_prefixes:
-            self.loop.scheduler.forgo(tokens, Namespace(), due)
+            self.loop.scheduler.cancel_expectation(tokens, Namespace(), due)
         assert not self.loop.scheduler.kv.tree._announced, "an announcement was not taken back"
         check_integrity(self.loop.scheduler)
         assert self.loop.scheduler.kv.pool.num_held == 0

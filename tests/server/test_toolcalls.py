@@ -269,7 +269,7 @@ def test_with_a_schema_the_answer_is_a_call_or_follows_it(style: ToolStyle) -> N
 def test_a_strict_tool_is_constrained_only_once_a_call_begins(style: ToolStyle) -> None:
     use = tool_use([tool(strict=True)], None, None)
     with toy() as engine:
-        grammars = engine.intake.grammars
+        grammars = engine.inputs.grammars
         assert grammars is not None
         grammar = grammars.compile(SamplingParams(**use.grammar(style)))
         key = "parameters" if style is ToolStyle.LLAMA else "arguments"

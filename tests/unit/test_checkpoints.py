@@ -6,8 +6,8 @@ import pytest
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
-from shoal.engine.inputs import Intake
-from shoal.engine.loop import StepLoop, Ticket
+from shoal.engine.inputs import InputProcessor
+from shoal.engine.loop import RequestState, StepLoop
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
 from shoal.types import Request, SamplingParams
@@ -18,13 +18,13 @@ SIZE = 32
 class Bench:
     def __init__(self, checkpoints: int = 4, **settings: object) -> None:
         self.runner = FakeRunner(checkpoints=checkpoints, keep_plans=True)
-        self.loop = StepLoop(self.runner, Intake(self.runner.spec, None, 0), EngineConfig.of(**settings))
+        self.loop = StepLoop(self.runner, InputProcessor(self.runner.spec, None, 0), EngineConfig.of(**settings))
 
-    def run(self, *prompts: list[int], prefill_only: bool = False) -> list[Ticket]:
-        tickets = [
+    def run(self, *prompts: list[int], prefill_only: bool = False) -> list[RequestState]:
+        states = [
             self.loop.add(
                 str(i),
-                self.loop.intake.admit(Request(prompt_tokens=tuple(p), sampling=SamplingParams(max_tokens=3))),
+                self.loop.inputs.prepare(Request(prompt_tokens=tuple(p), sampling=SamplingParams(max_tokens=3))),
                 lambda event: None,
                 prefill_only=prefill_only,
             )
@@ -33,7 +33,7 @@ class Bench:
         while not self.loop.idle:
             self.loop.step()
             check_integrity(self.loop.scheduler)
-        return tickets
+        return states
 
     @property
     def saved_at(self) -> list[int]:
@@ -67,8 +67,8 @@ def test_a_fork_in_the_tree_is_kept_when_it_is_seen() -> None:
 
 def test_a_leader_keeps_what_its_followers_wait_for() -> None:
     bench = Bench()
-    tickets = bench.run(*(trunk_and(i) for i in range(5)))
-    assert [t.seq.cached_tokens for t in tickets] == [0, 64, 64, 64, 64]
+    states = bench.run(*(trunk_and(i) for i in range(5)))
+    assert [t.seq.cached_tokens for t in states] == [0, 64, 64, 64, 64]
 
 
 @pytest.mark.parametrize("length", [64, 65, 96])

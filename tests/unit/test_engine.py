@@ -503,7 +503,7 @@ def test_what_is_computed_again_after_a_preemption_is_not_counted_as_new_output(
     ended: list[Event] = []
     loop.add(
         "a",
-        loop.intake.admit(Request(prompt="abcdef", sampling=SamplingParams(max_tokens=9, ignore_eos=True))),
+        loop.inputs.prepare(Request(prompt="abcdef", sampling=SamplingParams(max_tokens=9, ignore_eos=True))),
         ended.append,
     )
     for _ in range(4):
@@ -518,22 +518,24 @@ def test_what_is_computed_again_after_a_preemption_is_not_counted_as_new_output(
 def test_who_listens_is_roused_once_a_step_and_before_the_device_computes() -> None:
     order: list[str] = []
 
-    def rouse() -> bool:
-        order.append("rouse")
+    def start_step() -> bool:
+        order.append("start_step")
         return True
 
     with toy_engine(FakeRunner(fault=lambda plan: order.append("pass"))) as engine:
-        engine.before_passes(rouse)
-        engine.before_passes(rouse)
+        engine.on_step_start(start_step)
+        engine.on_step_start(start_step)
         requests = [Request(prompt=text, sampling=SamplingParams(max_tokens=4, ignore_eos=True)) for text in "abc"]
         handles = [engine.submit(request, sink=lambda event: order.append("event")) for request in requests]
         while engine.stats().finished < len(handles):
             time.sleep(0.005)
         time.sleep(0.05)  # idle now: the last events have roused
     passes = [at for at, what in enumerate(order) if what == "pass"]
-    assert all(order[at - 1] == "rouse" and order[at - 2 : at] != ["rouse", "rouse"] for at in passes[1:])
+    assert all(
+        order[at - 1] == "start_step" and order[at - 2 : at] != ["start_step", "start_step"] for at in passes[1:]
+    )
     last = max(at for at, what in enumerate(order) if what == "event")
-    assert "rouse" in order[last:]
+    assert "start_step" in order[last:]
     assert order.count("event") >= 12
 
 
@@ -545,7 +547,7 @@ def test_one_engine_serves_one_event_loop_after_another() -> None:
         shared = AsyncEngine(engine)
         texts = [asyncio.run(ask()) for _ in range(5)]
         assert len(set(texts)) == 1
-        assert len(engine._loop.on_pass) <= 2  # loops that are closed are forgotten
+        assert len(engine._loop.step_starters) <= 2  # loops that are closed are forgotten
 
 
 def test_a_task_cancelled_while_it_submits_leaves_no_request() -> None:

@@ -105,7 +105,7 @@ def test_a_poisoned_row_is_blamed_on_its_sequence(tmp_path: Path, monkeypatch: p
         return codes
 
     monkeypatch.setattr(convert, "encode", poisoned)
-    # The probe's random tokens would meet the poison before the test does.
+    # The probe's random tokens would meet the fail_sequence before the test does.
     monkeypatch.setattr(runner_module, "is_exact", lambda execute, vocab_size: False)
     runner = load(source)
     healthy = (feed((1, 2), 0, seq_id=1, want=want), feed((3,), 1, seq_id=2, want=want))

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
-from shoal.engine.inputs import Intake
+from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import StepLoop
 from shoal.errors import InvalidRequestError
 from shoal.runners.fake import FakeRunner
@@ -337,13 +337,13 @@ def test_requests_get_the_same_tokens_from_a_few_logits_as_from_all(poisoned: bo
     outcomes = []
     for max_top in (0, 64):
         runner = FakeRunner(max_top=max_top, keep_plans=True)
-        loop = StepLoop(runner, Intake(runner.spec, None, 0), EngineConfig())
+        loop = StepLoop(runner, InputProcessor(runner.spec, None, 0), EngineConfig())
         ends: list[Event] = []
         for seed, top_k in enumerate((1, 7, 64, 65, 500)):
             sampling = SamplingParams(
                 max_tokens=20, temperature=0.8, top_k=top_k, top_p=0.9, seed=seed, ignore_eos=True
             )
-            loop.add(f"r{seed}", loop.intake.admit(Request(prompt_tokens=[5, 6, 7], sampling=sampling)), ends.append)
+            loop.add(f"r{seed}", loop.inputs.prepare(Request(prompt_tokens=[5, 6, 7], sampling=sampling)), ends.append)
         if poisoned:
             runner.nan_for.add(2)
         while not loop.idle:

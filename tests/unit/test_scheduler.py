@@ -306,7 +306,7 @@ def test_a_poisoned_row_keeps_what_it_shared_and_drops_what_it_computed() -> Non
     seq = driver.add([*P[:8], 50, 51, 52, 53, 54], max_tokens=4)
     driver.step()
     assert seq.shared_blocks == 2
-    driver.scheduler.poison(seq.seq_id, RunnerError("nan"))
+    driver.scheduler.fail_sequence(seq.seq_id, RunnerError("nan"))
     assert sorted(node.block for node in driver.scheduler.kv.tree.walk()) == [0, 1]
     check_integrity(driver.scheduler)
 

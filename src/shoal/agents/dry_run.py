@@ -12,8 +12,8 @@ from shoal.agents.build.node import Node, Rule
 from shoal.agents.build.rules import Loop, Map, Reduce
 from shoal.agents.run.events import Outcome, State
 from shoal.agents.run.layout import Layout
-from shoal.agents.run.ledger import Ledger
 from shoal.agents.run.prompts import layout_of
+from shoal.agents.run.state import RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class StandIn(str):
 Mapping.register(StandIn)
 
 
-class _Stage(Ledger):
+class _Stage(RunState):
     """The books of a rehearsal: every node succeeds with a stand-in, rules add one node per agent, maps two."""
 
-    def rehearse(self) -> list[Rehearsed]:
+    def dry_run(self) -> list[Rehearsed]:
         """All prompts, level by level."""
         levels: dict[Node, int] = {}
         scenes: list[Rehearsed] = []
@@ -79,8 +79,8 @@ def _well(node: Node) -> Outcome:
     return Outcome(State.DONE, StandIn(f"({node.id})"))
 
 
-def rehearse(graph: Graph, inputs: Mapping[str, Any] | None = None) -> list[Rehearsed]:
+def dry_run(graph: Graph, inputs: Mapping[str, Any] | None = None) -> list[Rehearsed]:
     """The prompts of a graph, level by level. Inputs that are not given have stand-ins. Raises as `Graph.check`."""
     graph.check()
     given = {name: StandIn(f"({name})") for name in graph.inputs} | dict(inputs or {})
-    return _Stage(graph, given).rehearse()
+    return _Stage(graph, given).dry_run()

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.agents.build.agent import placeholders
 from shoal.agents.build.graph import Graph
-from shoal.agents.dry_run import Rehearsed, rehearse
+from shoal.agents.dry_run import Rehearsed, dry_run
 from shoal.engine.handles import PrefixCache
 from shoal.errors import GraphFileError
 from shoal.types import Message
@@ -48,7 +48,7 @@ class Lint:
 
 def lint_graph(graph: Graph, tokenize: Tokenize, inputs: Mapping[str, Any] | None = None) -> Lint:
     """Measure a graph's prompts, with stand-ins for outputs and for inputs that are not given."""
-    scenes = rehearse(graph, inputs)
+    scenes = dry_run(graph, inputs)
     prompts = {scene.node.id: scene.layout.messages() for scene in scenes}
     parts = {scene.node.id: scene.layout.parts(scene.agent.name) for scene in scenes}
     tokens = {name: tuple(tokenize(messages)) for name, messages in prompts.items()}

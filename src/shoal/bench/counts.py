@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from shoal.bench.workloads import SCENARIOS, TEXT, Job, Workload, make_jobs
 from shoal.config import EngineConfig
-from shoal.engine.inputs import Intake
+from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import StepLoop
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepOutput, StepPlan, Want
@@ -62,7 +62,7 @@ def _count(workload: Workload, jobs: Sequence[Job], *, sharing: bool) -> dict[st
     blocks = workload.batch * (workload.length // 32 + 2)
     runner = _Counting(clock, blocks)
     config = EngineConfig(max_batch=workload.batch, prefix_sharing=sharing)
-    loop = StepLoop(runner, Intake(runner.spec, ByteTokenizer(), 0), config, clock=clock)
+    loop = StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), config, clock=clock)
     coming = sorted(enumerate(jobs), key=lambda pair: pair[1].arrival_s)
     held = 0
     while coming or not loop.idle:
@@ -71,7 +71,7 @@ def _count(workload: Workload, jobs: Sequence[Job], *, sharing: bool) -> dict[st
             clock.now = max(clock.now, job.arrival_s)
             params = SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
             request = Request(prompt_tokens=job.prompt, sampling=params)
-            loop.add(str(number), loop.intake.admit(request), _ignore)
+            loop.add(str(number), loop.inputs.prepare(request), _ignore)
         loop.step()
         held = max(held, loop.scheduler.kv.pool.num_held)
     cached = loop.stats().cached_tokens

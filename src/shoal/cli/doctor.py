@@ -181,7 +181,7 @@ def self_check(engine: Engine) -> dict[str, Any]:
         differing += [f"{name} {how}" for how, tokens in (("in a batch", batch), ("cached", cached)) if tokens != alone]
     if differing:
         detail = f"tokens differ from those of a lone run: {', '.join(differing)}"
-        if engine.intake.spec.exact:
+        if engine.inputs.spec.exact:
             return {"status": "FAILED", "detail": detail}
         return {
             "status": "inexact",

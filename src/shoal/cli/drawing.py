@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from shoal.agents.build.policy import Default, Fail, Fallback, Policy, Retry, Skip
-from shoal.agents.dry_run import Rehearsed, rehearse
+from shoal.agents.dry_run import Rehearsed, dry_run
 from shoal.cli.console import printable
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def draw(graph: Graph, count: Callable[[str], int], unit: str, console: Console | None = None) -> None:
     """Print both drawings; `count` measures a text in `unit`."""
     console = console or Console(highlight=False)
-    scenes = rehearse(graph)
+    scenes = dry_run(graph)
     inputs = ", ".join(sorted(graph.inputs)) or "none"
     console.print(Text(f"{graph.name}: {len(graph.nodes)} nodes; inputs: {inputs}"))
     if graph.deadline_s is not None:

@@ -11,7 +11,7 @@ from shoal.core.sequence import Sequence
 from shoal.runners.plan import BlockId, ModelSpec
 
 
-class KVBooks:
+class KVCacheManager:
     """Ties sequences to the block pool and the prefix tree.
 
     Invariant: a sequence's `blocks` each carry one reference of it, its `copy_source` one more, and nothing else
@@ -192,7 +192,7 @@ class KVBooks:
         """Evict everything that nobody holds."""
         self.tree.evict(self.pool.num_cached)
 
-    def distrust(self, seq: Sequence) -> None:
+    def invalidate(self, seq: Sequence) -> None:
         """KV this sequence computed itself may be wrong: the tree forgets it, and nothing more of it is indexed."""
         self.tree.forget(seq.blocks[seq.shared_blocks :])
         seq.computed = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.core.kv import KVBooks
+from shoal.core.kv import KVCacheManager
 from shoal.core.prefix_tree import common_prefix
 from shoal.core.sequence import Sequence
 from shoal.runners.plan import SeqId
@@ -15,7 +15,7 @@ class Leaders:
     it is free to lead.
     """
 
-    def __init__(self, kv: KVBooks) -> None:
+    def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._computing: dict[int, Sequence] = {}
 

@@ -17,7 +17,7 @@ class WaitingQueue:
 
     Among equals in all that, a request without a deadline counts as due after ten ageing periods: among such requests
     that is arrival order, and nobody is overtaken for ever. Service is counted in tokens fed; a group that appears
-    starts level with the least served one, so that it has no arrears to collect.
+    starts level with the least served one, so that it is not served alone for as long as it was away.
     """
 
     def __init__(self, ageing_s: float) -> None:

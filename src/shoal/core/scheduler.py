@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from shoal.config import EngineConfig
-from shoal.core.kv import KVBooks
+from shoal.core.kv import KVCacheManager
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
 from shoal.core.pacing import Pacer
@@ -30,7 +30,7 @@ class Scheduler:
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
         self.spec = spec
         self.config = config
-        self.kv = KVBooks(spec, config)
+        self.kv = KVCacheManager(spec, config)
         self.queue = WaitingQueue(config.ageing_s)
         self.pacer = Pacer(config.max_stall_ms)
         self.running: list[Sequence] = []  # in the order of admission
@@ -131,11 +131,11 @@ class Scheduler:
         self.kv.tree.release(self.pinned.pop(seq_id, []))
 
     def expect(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
-        """A prefix will be needed in about step `due`: evicted after all that nobody expects. Undone by `forgo`."""
+        """A prefix will be needed in about step `due`: it is evicted last. `cancel_expectation` takes that back."""
         if self.config.prefix_sharing:
             self.kv.tree.announce(self.kv.tree.path_hashes(tokens, namespace), due)
 
-    def forgo(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
+    def cancel_expectation(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
         """Take back what `expect` was told with the same arguments."""
         if self.config.prefix_sharing:
             self.kv.tree.withdraw(self.kv.tree.path_hashes(tokens, namespace), due)
@@ -380,14 +380,14 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: ShoalError) -> None:
         """The plan's pass failed: every sequence in it ends with `error`; KV it may have written is not trusted."""
         for item in plan.sequences:
-            self.poison(item.seq_id, error)
+            self.fail_sequence(item.seq_id, error)
 
-    def poison(self, seq_id: SeqId, error: ShoalError) -> None:
+    def fail_sequence(self, seq_id: SeqId, error: ShoalError) -> None:
         """End one sequence whose KV cannot be trusted; the tree forgets every block it computed itself."""
         seq = self._by_id.get(seq_id)
         if seq is None:
             return
-        self.kv.distrust(seq)
+        self.kv.invalidate(seq)
         self._end(seq, FinishReason.ERROR, error)
 
 

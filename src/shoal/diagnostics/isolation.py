@@ -25,9 +25,9 @@ _ROUNDS = ("cold", "repeated", "cancelled neighbours", "forked", "KV given up", 
 
 @dataclass(frozen=True, slots=True)
 class IsolationReport:
-    """What the canaries did. `leaks` name a round, the chat, and whose word it said; `recalled` of `answers` chats said
-    their own word, without which the absence of others' would prove little; `differing` answers were not what the
-    chat writes alone."""
+    """Outcome of the isolation check. `leaks` name a round, the chat, and whose word it said; `recalled` of `answers`
+    chats said their own word, without which the absence of others' would prove little; `differing` answers were not
+    what the chat writes alone."""
 
     chats: int
     answers: int
@@ -37,7 +37,7 @@ class IsolationReport:
 
     @property
     def ok(self) -> bool:
-        """True when no word leaked, no answer differed, and the canaries did sing."""
+        """True when no word leaked, no answer differed, and enough chats recalled their own words to show it."""
         return not self.leaks and not self.differing and 2 * self.recalled >= self.answers
 
 

@@ -108,7 +108,7 @@ class AsyncEngine(AsyncFace):
     def _sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
         """A sink for the engine whose events `receive` gets on the running event loop."""
         self._outbox = outbox = Outbox.of_running_loop(self._outbox)
-        self.engine.before_passes(outbox.wake)
+        self.engine.on_step_start(outbox.wake)
         return outbox.sink(receive)
 
     async def expect(
@@ -141,7 +141,7 @@ class AsyncEngine(AsyncFace):
         return expectation
 
     def _shared(self, prompts: Sequence[Prompt]) -> tuple[int, ...]:
-        return PrefixCache.longest_common_prefix([self.engine.intake.tokenize(as_request(p, {})) for p in prompts])
+        return PrefixCache.longest_common_prefix([self.engine.inputs.tokenize(as_request(p, {})) for p in prompts])
 
     async def _pin(self, request: Request) -> PrefixCache:
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -198,7 +198,7 @@ class Outbox:
     def sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
         """A sink for `Engine.submit`; `receive` is called on the event loop's thread.
 
-        The engine must know `wake` (`Engine.before_passes`).
+        The engine must know `wake` (`Engine.on_step_start`).
         """
         letters = self._letters
         return lambda event: letters.append((receive, event))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.handles import Handle, PrefixCache
-from shoal.engine.inputs import Admissible
+from shoal.engine.inputs import PreparedRequest
 from shoal.errors import InvalidRequestError, RequestError
 from shoal.sampling.sampler import derive_seed
 from shoal.types import Event, FinishReason, Message, Report, Request, Result, StepRecord
@@ -102,7 +102,7 @@ def _check_prefix(engine: Engine, requests: Sequence[Request], prefix: PrefixCac
     if prefix.released:
         raise InvalidRequestError("the prefix was released", param="prefix", hint="compute it again with cache_prefix")
     for request in requests:
-        tokens = engine.intake.tokenize(request)
+        tokens = engine.inputs.tokenize(request)
         if tuple(tokens[: len(prefix.tokens)]) != prefix.tokens or request.namespace != prefix.namespace:
             raise InvalidRequestError(
                 "a request does not begin with the prefix",
@@ -140,8 +140,8 @@ def branch_requests(shared: Prompt, branches: Sequence[Prompt], fields: Mapping[
     return requests
 
 
-def branch_seeds(admissible: Admissible, count: int) -> list[Admissible]:
+def branch_seeds(prepared: PreparedRequest, count: int) -> list[PreparedRequest]:
     """The same request `count` times, without its name and each with a seed of its own."""
-    request = dataclasses.replace(admissible.request, id=None)
-    seeds = (derive_seed(admissible.seed, number) for number in range(1, count + 1))
-    return [dataclasses.replace(admissible, request=request, seed=seed) for seed in seeds]
+    request = dataclasses.replace(prepared.request, id=None)
+    seeds = (derive_seed(prepared.seed, number) for number in range(1, count + 1))
+    return [dataclasses.replace(prepared, request=request, seed=seed) for seed in seeds]

@@ -17,7 +17,7 @@ from shoal.config import EngineConfig
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
-from shoal.engine.inputs import Admissible, Codec, Intake
+from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest
 from shoal.engine.loop import Sink, StepLoop
 from shoal.engine.mailbox import Mailbox, T
 from shoal.engine.watchdog import Watchdog
@@ -115,34 +115,34 @@ class Engine:
         `PowerLimitError` when the governor refuses it, `EngineClosedError`.
         """
         self._refuse_if_closed()
-        return self._submit(self.intake.admit(request), sink)
+        return self._submit(self.inputs.prepare(request), sink)
 
     @property
-    def intake(self) -> Intake:
+    def inputs(self) -> InputProcessor:
         """What turns requests into tokens and refuses those that cannot be served."""
-        return self._loop.intake
+        return self._loop.inputs
 
     def _submit(
-        self, admissible: Admissible, sink: Sink | None, *, written: tuple[int, ...] = (), prefill_only: bool = False
+        self, prepared: PreparedRequest, sink: Sink | None, *, written: tuple[int, ...] = (), prefill_only: bool = False
     ) -> Handle:
-        handle = self._enrol(admissible, sink)
+        handle = self._register(prepared, sink)
         arrival = self._loop.clock()
 
         def join() -> None:
-            handle.ticket = self._loop.add(
-                handle.id, admissible, self._deliver, written=written, arrival=arrival, prefill_only=prefill_only
+            handle.request_state = self._loop.add(
+                handle.id, prepared, self._deliver, written=written, arrival=arrival, prefill_only=prefill_only
             )
 
         self._post(join, handle.id)
         return handle
 
-    def readmit(self, admissible: Admissible, written: tuple[int, ...]) -> Handle:
+    def resume_request(self, prepared: PreparedRequest, written: tuple[int, ...]) -> Handle:
         """Let a request go on after output it has already, as when a saved state is restored. Raises as `submit`."""
-        return self._submit(admissible, None, written=written)
+        return self._submit(prepared, None, written=written)
 
-    def _enrol(self, admissible: Admissible, sink: Sink | None) -> Handle:
+    def _register(self, prepared: PreparedRequest, sink: Sink | None) -> Handle:
         """Name a request that is about to join; refuse a name in use, a full queue, a closed engine."""
-        request_id = admissible.request.id
+        request_id = prepared.request.id
         if self.governor is not None:
             self.governor.admit(request_id)
         with self._lock:
@@ -155,7 +155,7 @@ class Engine:
                 raise InvalidRequestError(
                     f"id {name!r} is in flight already", param="id", value=name, hint="use another id, or none"
                 )
-            handle = Handle(self, name, admissible)
+            handle = Handle(self, name, prepared)
             self._sinks[name] = sink or handle.put
         return handle
 
@@ -194,7 +194,7 @@ class Engine:
 
     def prefill(self, request: Request, *, sink: Sink | None = None) -> Handle:
         """Compute a request's prompt and no output; its KV is pinned when the result comes. Raises as `submit`."""
-        return self._submit(self.intake.admit(request), sink, prefill_only=True)
+        return self._submit(self.inputs.prepare(request), sink, prefill_only=True)
 
     def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:
         """Announce that requests beginning with `tokens` come in about `steps` steps: that prefix is evicted last."""
@@ -206,15 +206,15 @@ class Engine:
 
     def fork(self, handle: Handle, count: int) -> list[Handle]:
         """Branch a running request at its current token; see `Handle.fork`."""
-        parent = handle.ticket
+        parent = handle.request_state
         if parent is None or parent.seq.status is Status.FINISHED:
             raise InvalidRequestError("a finished request cannot be forked", param="fork", value=handle.id)
-        children = [self._enrol(admissible, None) for admissible in branch_seeds(handle.admissible, count)]
+        children = [self._register(prepared, None) for prepared in branch_seeds(handle.prepared, count)]
 
         def branch() -> None:
             written = self._loop.share(parent)
             for child in children:
-                child.ticket = self._loop.add(child.id, child.admissible, self._deliver, written=written)
+                child.request_state = self._loop.add(child.id, child.prepared, self._deliver, written=written)
 
         self.call(branch)
         return children
@@ -223,8 +223,8 @@ class Engine:
         """End a request at the next token boundary; nothing happens when it has ended."""
 
         def leave() -> None:
-            if handle.ticket is not None:
-                self._loop.abort(handle.ticket)
+            if handle.request_state is not None:
+                self._loop.abort(handle.request_state)
 
         self._post(leave)
 
@@ -238,11 +238,11 @@ class Engine:
         with self._lock:
             self._loop.on_step = [known for known in self._loop.on_step if known is not listener]
 
-    def before_passes(self, rouse: Callable[[], bool]) -> None:
-        """Call `rouse` on the engine's thread when events are out and a pass is to begin, until it gives False."""
+    def on_step_start(self, start_step: Callable[[], bool]) -> None:
+        """Call `start_step` on the engine's thread when events are out and a pass is to begin, until it gives False."""
         with self._lock:
-            if rouse not in self._loop.on_pass:
-                self._loop.on_pass.append(rouse)
+            if start_step not in self._loop.step_starters:
+                self._loop.step_starters.append(start_step)
 
     def set_max_stall(self, ms: float) -> None:
         """Change `max_stall_ms` for the steps to come; `config` says the new one. ConfigError when out of range."""
@@ -342,11 +342,11 @@ class Engine:
         with self._lock:
             sinks, self._sinks = self._sinks, {}
         now = self._loop.clock()
-        known = {ticket.request_id: ticket.result(now, reason, error) for ticket in self._loop.tickets}
+        known = {state.request_id: state.result(now, reason, error) for state in self._loop.states}
         for name, sink in sinks.items():
             result = known.get(name) or Result(name, (), "", reason, 0, None, 0.0, 0, error=error)
             sink(Event(name, result=result))
-        self._loop.rouse()
+        self._loop.start_step()
 
     # -- the engine's thread ------------------------------------------------------------------------------------
 
@@ -354,8 +354,8 @@ class Engine:
         try:
             runner = make_runner()
             try:
-                intake = Intake(runner.spec, self.codec, self.config.seed)
-                self._loop = StepLoop(runner, intake, self.config, self.governor)
+                inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
+                self._loop = StepLoop(runner, inputs, self.config, self.governor)
                 started.set_result(self._loop)
                 with contextlib.closing(self._loop.scheduler):
                     self._serve(self._loop)
@@ -374,21 +374,21 @@ class Engine:
         while not self._closing:
             idle = loop.idle or self._suspended
             if idle:
-                loop.rouse()
-            self._mailbox.obey(wait=idle)
+                loop.start_step()
+            self._mailbox.run_pending(wait=idle)
             if self._suspended or self._closing:
                 continue
             self._watchdog.began = time.monotonic()
             loop.step()
             self._watchdog.began = None
             if loop.rest_s:
-                loop.rouse()
-                self._mailbox.obey_for(loop.rest_s, until=lambda: self._closing)
+                loop.start_step()
+                self._mailbox.run_pending_for(loop.rest_s, until=lambda: self._closing)
             if self.failure is not None:  # the watchdog has ended everything meanwhile
                 return
             if loop.failures >= _MAX_FAILURES:
                 raise RunnerError(f"{loop.failures} forward passes failed in a row", limit=_MAX_FAILURES)
-        self._mailbox.obey()
+        self._mailbox.run_pending()
         loop.abort_all()
 
     def _hung(self, error: RunnerError) -> None:

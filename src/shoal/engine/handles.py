@@ -15,8 +15,8 @@ from shoal.types import Event, FinishReason, Namespace, Result
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
-    from shoal.engine.inputs import Admissible
-    from shoal.engine.loop import StepLoop, Ticket
+    from shoal.engine.inputs import PreparedRequest
+    from shoal.engine.loop import RequestState, StepLoop
 
 
 class Handle:
@@ -25,10 +25,12 @@ class Handle:
     Each event is given once: iterate from one place, or call `result`, which takes whatever is left.
     """
 
-    def __init__(self, engine: Engine, request_id: str, admissible: Admissible) -> None:
+    def __init__(self, engine: Engine, request_id: str, prepared: PreparedRequest) -> None:
         self.id = request_id
-        self.admissible = admissible
-        self.ticket: Ticket | None = None  # set on the engine's thread when the request has joined the loop
+        self.prepared = prepared
+        self.request_state: RequestState | None = (
+            None  # set on the engine's thread when the request has joined the loop
+        )
         self._engine = engine
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._result: Result | None = None
@@ -57,7 +59,7 @@ class Handle:
         """Where it stands: "queued", "prefill", "decoding" or "finished". It may have moved on by the time you look."""
         if self._result is not None:
             return "finished"
-        seq = self.ticket.seq if self.ticket is not None else None
+        seq = self.request_state.seq if self.request_state is not None else None
         if seq is None or seq.status is Status.WAITING:
             return "queued"
         if seq.status is Status.FINISHED:
@@ -119,9 +121,11 @@ def pinned_by(engine: Engine, handle: Handle, result: Result) -> PrefixCache:
     """The prefix that `Engine.prefill` pinned, now that its request has ended with `result`; raises what went wrong."""
     if result.error is not None:
         raise result.error
-    if result.finish_reason is not FinishReason.STOP or handle.ticket is None:
+    if result.finish_reason is not FinishReason.STOP or handle.request_state is None:
         raise EngineClosedError("the engine closed before the prefix was computed")
-    return PrefixCache(engine, handle.ticket.seq.seq_id, handle.admissible.tokens, handle.admissible.request.namespace)
+    return PrefixCache(
+        engine, handle.request_state.seq.seq_id, handle.prepared.tokens, handle.prepared.request.namespace
+    )
 
 
 class Expectation:
@@ -154,7 +158,7 @@ class Expectation:
         self._loop.scheduler.expect(self.tokens, self.namespace, self._due)
 
     def _end(self) -> None:
-        self._loop.scheduler.forgo(self.tokens, self.namespace, self._due)
+        self._loop.scheduler.cancel_expectation(self.tokens, self.namespace, self._due)
 
     def release(self) -> None:
         """Take the announcement back. Idempotent."""

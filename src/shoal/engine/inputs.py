@@ -37,7 +37,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Admissible:
+class PreparedRequest:
     """A request that can be served: its prompt in tokens, its limits made exact, its seed drawn."""
 
     request: Request
@@ -52,8 +52,8 @@ class Admissible:
         return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint)
 
 
-class Intake:
-    """Turns requests into `Admissible` ones for one model. Thread-safe; holds no request."""
+class InputProcessor:
+    """Turns requests into `PreparedRequest` ones for one model. Thread-safe; holds no request."""
 
     def __init__(self, spec: ModelSpec, codec: Codec | None, seed: int | None) -> None:
         self.spec = spec
@@ -80,7 +80,7 @@ class Intake:
         assert request.messages is not None
         return self.codec.encode_messages(request.messages)
 
-    def admit(self, request: Request) -> Admissible:
+    def prepare(self, request: Request) -> PreparedRequest:
         """Check a request against the model. Raises `InvalidRequestError`, `PromptTooLongError`, `KVBudgetError`."""
         tokens = self.tokenize(request)
         self.check_tokens(tokens)
@@ -92,10 +92,10 @@ class Intake:
             self._check_token(token, "stop_token_ids")
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(62)
         grammar = self._compile(sampling) if sampling.structured else None
-        admissible = Admissible(request, tuple(tokens), sampling, seed, grammar)
-        admissible.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
+        prepared = PreparedRequest(request, tuple(tokens), sampling, seed, grammar)
+        prepared.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
         self._check_budget(len(tokens), sampling.max_tokens)
-        return admissible
+        return prepared
 
     def _compile(self, sampling: SamplingParams) -> Grammar:
         if self.grammars is None:

@@ -17,7 +17,7 @@ from shoal.config import EngineConfig
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import RANKS, Progress, Sequence
 from shoal.core.stop import StopChecker
-from shoal.engine.inputs import Admissible, Intake
+from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.record import RecordingScheduler
 from shoal.errors import RunnerError, ShoalError
 from shoal.runners.base import Runner
@@ -33,11 +33,11 @@ Sink = Callable[[Event], None]
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class RequestState:
     """One request in the loop: its sequence, how it samples, what it has written, and who listens."""
 
     request_id: str
-    admissible: Admissible
+    prepared: PreparedRequest
     seq: Sequence
     sampler: SamplerState
     sink: Sink
@@ -59,7 +59,7 @@ class Ticket:
             prompt_tokens=seq.prompt_len,
             ttft_s=None if self.first_token_at is None else self.first_token_at - self.arrival,
             latency_s=now - self.arrival,
-            seed=self.admissible.seed,
+            seed=self.prepared.seed,
             receipt=seq.receipt,
             logprobs=tuple(self.logprobs),
             error=error,
@@ -70,21 +70,21 @@ class Ticket:
 class StepLoop:
     """Runs requests on one runner.
 
-    Invariant: every ticket's sink gets exactly one event with a result, and nothing after it. A failed pass ends the
+    Invariant: every state's sink gets exactly one event with a result, and nothing after it. A failed pass ends the
     requests that were in it and leaves the loop usable; `failures` counts such passes in a row.
     """
 
     def __init__(
         self,
         runner: Runner,
-        intake: Intake,
+        inputs: InputProcessor,
         config: EngineConfig,
         governor: Governor | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
-        self.intake = intake
+        self.inputs = inputs
         self.config = config
         self.governor = governor
         self.rest_s = 0.0  # what the governor wants between the last step and the next
@@ -94,9 +94,9 @@ class StepLoop:
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
-        self.on_pass: list[Callable[[], bool]] = []  # see `rouse`
+        self.step_starters: list[Callable[[], bool]] = []  # see `start_step`
         self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}  # pinned ones
-        self._tickets: dict[SeqId, Ticket] = {}
+        self._states: dict[SeqId, RequestState] = {}
         self._finished = self._cached_tokens = self._computed_tokens = 0
         self._ends: deque[float] = deque(maxlen=32)
         self._next_id = 0
@@ -107,9 +107,9 @@ class StepLoop:
         return self.scheduler.idle
 
     @property
-    def tickets(self) -> list[Ticket]:
+    def states(self) -> list[RequestState]:
         """Requests in flight, in the order they came."""
-        return list(self._tickets.values())
+        return list(self._states.values())
 
     @property
     def finished_per_s(self) -> float:
@@ -122,27 +122,27 @@ class StepLoop:
     def add(
         self,
         request_id: str,
-        admissible: Admissible,
+        prepared: PreparedRequest,
         sink: Sink,
         *,
         written: tuple[int, ...] = (),
         arrival: float | None = None,
         prefill_only: bool = False,
-    ) -> Ticket:
+    ) -> RequestState:
         """Take a request in. With `written`, output it has already, it goes on after that as if never stopped."""
-        request, spec = admissible.request, self.runner.spec
+        request, spec = prepared.request, self.runner.spec
         arrival = self.clock() if arrival is None else arrival
-        codec = self.intake.codec
+        codec = self.inputs.codec
         token_bytes = codec.token_bytes if codec is not None else _no_text
         self._next_id += 1
         seq = Sequence(
             self._next_id,
-            [*admissible.tokens, *written],
-            prompt_len=len(admissible.tokens),
-            max_tokens=admissible.sampling.max_tokens,
-            checker=StopChecker(admissible.sampling, self.intake.eos_ids, token_bytes),
-            greedy=admissible.sampling.greedy,
-            top=admissible.sampling.top,
+            [*prepared.tokens, *written],
+            prompt_len=len(prepared.tokens),
+            max_tokens=prepared.sampling.max_tokens,
+            checker=StopChecker(prepared.sampling, self.inputs.eos_ids, token_bytes),
+            greedy=prepared.sampling.greedy,
+            top=prepared.sampling.top,
             arrival=arrival,
             rank=RANKS[request.priority],
             group=request.group,
@@ -152,35 +152,35 @@ class StepLoop:
             prefill_only=prefill_only,
             path=request.critical_path,
         )
-        sampler = admissible.sampler(spec, self.intake.eos_ids)
-        ticket = Ticket(request_id, admissible, seq, sampler, sink, arrival, len(seq.tokens))
+        sampler = prepared.sampler(spec, self.inputs.eos_ids)
+        state = RequestState(request_id, prepared, seq, sampler, sink, arrival, len(seq.tokens))
         for token in written:
-            ticket.text.append(seq.checker.push(token).text)
+            state.text.append(seq.checker.push(token).text)
             sampler.accept(token)
-        self._tickets[seq.seq_id] = ticket
+        self._states[seq.seq_id] = state
         self.scheduler.add(seq)
-        return ticket
+        return state
 
-    def share(self, ticket: Ticket) -> tuple[int, ...]:
+    def share(self, state: RequestState) -> tuple[int, ...]:
         """Put all KV a request has so far within reach of others (for a fork); gives its output so far."""
-        seq = ticket.seq
+        seq = state.seq
         self.scheduler.share(seq)
         return tuple(seq.tokens[seq.prompt_len :])
 
     def abort(
-        self, ticket: Ticket, reason: FinishReason = FinishReason.ABORTED, error: ShoalError | None = None
+        self, state: RequestState, reason: FinishReason = FinishReason.ABORTED, error: ShoalError | None = None
     ) -> None:
         """End a request at this token boundary. One that has ended stays as it is; a prefill lets go of its pin."""
-        self.scheduler.abort(ticket.seq.seq_id, reason, error)
-        if ticket.seq.prefill_only:
-            self.unpin(ticket.seq.seq_id)
+        self.scheduler.abort(state.seq.seq_id, reason, error)
+        if state.seq.prefill_only:
+            self.unpin(state.seq.seq_id)
         self._deliver()
 
     def abort_all(self, error: ShoalError | None = None) -> None:
         """End every request, with `error` or as aborted."""
         reason = FinishReason.ERROR if error is not None else FinishReason.ABORTED
-        for ticket in self.tickets:
-            self.scheduler.abort(ticket.seq.seq_id, reason, error)
+        for state in self.states:
+            self.scheduler.abort(state.seq.seq_id, reason, error)
         self._deliver()
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -205,10 +205,10 @@ class StepLoop:
         self._release()
         if plan is None:
             self._deliver()
-            self.rouse()
+            self.start_step()
             return None
         filled = self._begin_masks(plan)
-        self.rouse()
+        self.start_step()
         try:
             started = self.clock()
             output = self.runner.execute(plan)
@@ -232,27 +232,27 @@ class StepLoop:
         self._deliver()  # last: whoever hears of an end has the records of all its steps
         return record
 
-    def rouse(self) -> None:
+    def start_step(self) -> None:
         """Let those who handle events do so: all are out, the device is about to compute. Who gives False is done."""
-        for call in tuple(self.on_pass):
+        for call in tuple(self.step_starters):
             if not call():
                 with contextlib.suppress(ValueError):  # the end of an engine is told from another thread
-                    self.on_pass.remove(call)
+                    self.step_starters.remove(call)
 
     def _count_new(self, plan: StepPlan) -> int:
         """Output tokens that a pass fed for the first time; the rest are prompt, or computed again."""
         new = 0
         for item in plan.sequences:
-            ticket, end = self._tickets[item.seq_id], item.start + len(item.tokens)
-            new += max(0, end - max(ticket.fed, item.start))
-            ticket.fed = max(ticket.fed, end + plan.chain - 1)
+            state, end = self._states[item.seq_id], item.start + len(item.tokens)
+            new += max(0, end - max(state.fed, item.start))
+            state.fed = max(state.fed, end + plan.chain - 1)
         return new
 
     def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
         """Let the masks of the rows this pass gives be filled while the device computes."""
-        samplers = [self._tickets[item.seq_id].sampler for item in plan.sequences if item.want is Want.LOGITS]
+        samplers = [self._states[item.seq_id].sampler for item in plan.sequences if item.want is Want.LOGITS]
         constraints = [sampler.constraint for sampler in samplers if sampler.constraint is not None]
-        grammars = self.intake.grammars
+        grammars = self.inputs.grammars
         return grammars.begin_fill(constraints) if constraints and grammars is not None else None
 
     def _fail(self, plan: StepPlan, cause: Exception) -> None:
@@ -274,42 +274,42 @@ class StepLoop:
         sampled = dict(output.argmax)
         for seq_id, tokens in output.argmax.items():
             if INVALID_TOKEN in tokens:
-                self._poison(sampled, seq_id)
+                self._fail_row(sampled, seq_id)
         for seq_id, (ids, logits) in output.top.items():
-            ticket = self._tickets[seq_id]
-            token = sample_top(ids, logits, ticket.sampler)
+            state = self._states[seq_id]
+            token = sample_top(ids, logits, state.sampler)
             if token == INVALID_TOKEN:
-                self._reject(ticket)
+                self._reject(state)
                 continue
-            ticket.sampler.accept(token)
+            state.sampler.accept(token)
             sampled[seq_id] = (token,)
         if output.logits is None:
             return sampled
-        rows = [self._tickets[item.seq_id] for item in plan.sequences if item.want is Want.LOGITS]
-        chosen, logprobs = sample(output.logits, [ticket.sampler for ticket in rows])
-        for ticket, token, logprob in zip(rows, chosen.tolist(), logprobs, strict=True):
-            seq_id = ticket.seq.seq_id
+        rows = [self._states[item.seq_id] for item in plan.sequences if item.want is Want.LOGITS]
+        chosen, logprobs = sample(output.logits, [state.sampler for state in rows])
+        for state, token, logprob in zip(rows, chosen.tolist(), logprobs, strict=True):
+            seq_id = state.seq.seq_id
             if token == INVALID_TOKEN:
-                self._reject(ticket)
+                self._reject(state)
                 continue
-            ticket.sampler.accept(token)
-            sampled[seq_id] = (token, *ticket.sampler.take_forced())
+            state.sampler.accept(token)
+            sampled[seq_id] = (token, *state.sampler.take_forced())
             if logprob is not None:
-                ticket.pending_logprobs.append(logprob)
+                state.pending_logprobs.append(logprob)
         return sampled
 
-    def _reject(self, ticket: Ticket) -> None:
+    def _reject(self, state: RequestState) -> None:
         """End a request whose row left no token to choose, alone."""
-        seq_id, constraint = ticket.seq.seq_id, ticket.sampler.constraint
+        seq_id, constraint = state.seq.seq_id, state.sampler.constraint
         if constraint is not None and constraint.error is not None:
             error = RunnerError(f"the grammar gave up: {constraint.error}", hint="make the schema or grammar simpler")
             self.scheduler.abort(seq_id, FinishReason.ERROR, error)
         else:
-            self.scheduler.poison(seq_id, _not_finite())
+            self.scheduler.fail_sequence(seq_id, _not_finite())
 
-    def _poison(self, sampled: dict[SeqId, tuple[int, ...]], seq_id: SeqId) -> None:
+    def _fail_row(self, sampled: dict[SeqId, tuple[int, ...]], seq_id: SeqId) -> None:
         del sampled[seq_id]
-        self.scheduler.poison(seq_id, _not_finite())
+        self.scheduler.fail_sequence(seq_id, _not_finite())
 
     def _deliver(self) -> None:
         progress = self.scheduler.take_progress()
@@ -320,31 +320,31 @@ class StepLoop:
         self._release()
 
     def _tell(self, item: Progress, now: float) -> None:
-        ticket = self._tickets[item.seq.seq_id]
-        if item.tokens and ticket.first_token_at is None:
-            ticket.first_token_at = now
+        state = self._states[item.seq.seq_id]
+        if item.tokens and state.first_token_at is None:
+            state.first_token_at = now
         if item.text:
-            ticket.text.append(item.text)
+            state.text.append(item.text)
         logprobs: tuple[TokenLogprob, ...] = ()
-        if ticket.pending_logprobs:
-            logprobs = tuple(ticket.pending_logprobs[: len(item.tokens)])  # a stop token's is not part of the output
-            ticket.logprobs += logprobs
-            ticket.pending_logprobs.clear()
+        if state.pending_logprobs:
+            logprobs = tuple(state.pending_logprobs[: len(item.tokens)])  # a stop token's is not part of the output
+            state.logprobs += logprobs
+            state.pending_logprobs.clear()
         result = None
         if item.finish is not None:
-            del self._tickets[item.seq.seq_id]
-            self._count(ticket)
+            del self._states[item.seq.seq_id]
+            self._count(state)
             self._ends.append(now)
-            result = ticket.result(now, item.finish, item.error)
-        ticket.sink(Event(ticket.request_id, item.tokens, item.text, logprobs, result))
+            result = state.result(now, item.finish, item.error)
+        state.sink(Event(state.request_id, item.tokens, item.text, logprobs, result))
 
-    def _count(self, ticket: Ticket) -> None:
-        seq = ticket.seq
+    def _count(self, state: RequestState) -> None:
+        seq = state.seq
         self._finished += 1
         self._cached_tokens += seq.cached_tokens
         self._computed_tokens += seq.computed_tokens
         if seq.seq_id in self.scheduler.pinned:
-            self.prefixes[seq.seq_id] = (ticket.admissible.tokens, seq.namespace)
+            self.prefixes[seq.seq_id] = (state.prepared.tokens, seq.namespace)
 
     def unpin(self, seq_id: SeqId) -> None:
         """Let a pinned prefix go."""

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Mailbox:
-    """Takes commands from any thread; its owner runs them, in the order they came, when it calls `obey`."""
+    """Takes commands from any thread; its owner runs them, in the order they came, when it calls `run_pending`."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -36,14 +36,14 @@ class Mailbox:
         self._commands.put(run)
         return done
 
-    def obey(self, *, wait: bool = False) -> None:
+    def run_pending(self, *, wait: bool = False) -> None:
         """Run the commands that are there; with `wait`, at least one."""
         if wait:
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
 
-    def obey_for(self, seconds: float, *, until: Callable[[], bool]) -> None:
+    def run_pending_for(self, seconds: float, *, until: Callable[[], bool]) -> None:
         """Run commands as they come for that long, or until one of them has made `until` true."""
         end = time.monotonic() + seconds
         while not until() and (left := end - time.monotonic()) > 0:

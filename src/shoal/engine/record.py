@@ -80,10 +80,10 @@ class RecordingScheduler(Scheduler):
         self._write("commit", sampled=tokens, now=now, ms=ms, verdicts=list(self._verdicts))
         return prompt_tokens
 
-    def poison(self, seq_id: SeqId, error: ShoalError) -> None:
+    def fail_sequence(self, seq_id: SeqId, error: ShoalError) -> None:
         """Log and do."""
-        self._write("poison", seq_id=seq_id, error=str(error))
-        super().poison(seq_id, error)
+        self._write("fail_sequence", seq_id=seq_id, error=str(error))
+        super().fail_sequence(seq_id, error)
 
     def unpin(self, seq_id: SeqId) -> None:
         """Log and do."""
@@ -100,10 +100,10 @@ class RecordingScheduler(Scheduler):
         self._write("expect", tokens=tokens, namespace=dataclasses.asdict(namespace), due=due)
         super().expect(tokens, namespace, due)
 
-    def forgo(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
+    def cancel_expectation(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
         """Log and do."""
-        self._write("forgo", tokens=tokens, namespace=dataclasses.asdict(namespace), due=due)
-        super().forgo(tokens, namespace, due)
+        self._write("cancel_expectation", tokens=tokens, namespace=dataclasses.asdict(namespace), due=due)
+        super().cancel_expectation(tokens, namespace, due)
 
     def preempt_all(self, *, drop_cached: bool = False) -> None:
         """Log and do."""
@@ -196,9 +196,11 @@ class _Replay:
             "add": self._add,
             "abort": lambda e: self._scheduler.abort(e["seq_id"], FinishReason(e["reason"])),
             "schedule": self._schedule,
-            "poison": lambda e: self._scheduler.poison(e["seq_id"], ShoalError(e["error"])),
+            "fail_sequence": lambda e: self._scheduler.fail_sequence(e["seq_id"], ShoalError(e["error"])),
             "expect": lambda e: self._scheduler.expect(tuple(e["tokens"]), Namespace(**e["namespace"]), e["due"]),
-            "forgo": lambda e: self._scheduler.forgo(tuple(e["tokens"]), Namespace(**e["namespace"]), e["due"]),
+            "cancel_expectation": lambda e: self._scheduler.cancel_expectation(
+                tuple(e["tokens"]), Namespace(**e["namespace"]), e["due"]
+            ),
             "unpin": lambda e: self._scheduler.unpin(e["seq_id"]),
             "defer": lambda e: self._scheduler.defer(e["deferring"]),
             "max_stall": lambda e: self._scheduler.set_max_stall(e["ms"]),

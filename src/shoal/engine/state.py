@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from shoal.engine.inputs import Admissible
-from shoal.engine.loop import StepLoop, Ticket
+from shoal.engine.inputs import PreparedRequest
+from shoal.engine.loop import RequestState, StepLoop
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
 from shoal.types import Namespace, Priority, Request, SamplingParams
 
@@ -32,7 +32,7 @@ def save(loop: StepLoop, path: Path) -> None:
     """Write the loop's requests and pinned prefixes to directory `path`; an earlier state there is replaced whole."""
     now = loop.clock()
     arrays: dict[str, np.ndarray[Any, np.dtype[np.int32]]] = {}
-    requests = [_describe(ticket, now, i, arrays) for i, ticket in enumerate(loop.tickets)]
+    requests = [_describe(state, now, i, arrays) for i, state in enumerate(loop.states)]
     prefixes = []
     for i, (tokens, namespace) in enumerate(loop.prefixes.values()):
         arrays[f"prefix.{i}"] = np.array(tokens, np.int32)
@@ -59,16 +59,16 @@ def save(loop: StepLoop, path: Path) -> None:
         raise StoreError(f"the state cannot be written: {error}", value=str(path), hint="give another path") from error
 
 
-def _describe(ticket: Ticket, now: float, i: int, arrays: dict[str, Any]) -> dict[str, Any]:
-    request, seq = ticket.admissible.request, ticket.seq
-    arrays[f"prompt.{i}"] = np.array(ticket.admissible.tokens, np.int32)
+def _describe(state: RequestState, now: float, i: int, arrays: dict[str, Any]) -> dict[str, Any]:
+    request, seq = state.prepared.request, state.seq
+    arrays[f"prompt.{i}"] = np.array(state.prepared.tokens, np.int32)
     arrays[f"output.{i}"] = np.array(seq.tokens[seq.prompt_len :], np.int32)
     return {
-        "id": ticket.request_id,
-        "sampling": dataclasses.asdict(ticket.admissible.sampling),
-        "seed": ticket.admissible.seed,
+        "id": state.request_id,
+        "sampling": dataclasses.asdict(state.prepared.sampling),
+        "seed": state.prepared.seed,
         "priority": request.priority,
-        "deadline_s": None if request.deadline_s is None else max(ticket.arrival + request.deadline_s - now, 1e-3),
+        "deadline_s": None if request.deadline_s is None else max(state.arrival + request.deadline_s - now, 1e-3),
         "timeout_s": request.timeout_s,
         "group": request.group,
         "namespace": dataclasses.asdict(request.namespace),
@@ -90,8 +90,8 @@ def restore(engine: Engine, path: Path) -> None:
             engine.restored_prefixes.append(engine.cache_prefix(tokens, namespace=Namespace(**namespace)))
         for i, saved in enumerate(document["requests"]):
             written = tuple(arrays[f"output.{i}"].tolist())
-            admissible = _admissible(engine, saved, arrays[f"prompt.{i}"].tolist())
-            engine.restored_handles.append(engine.readmit(admissible, written))
+            prepared = _admissible(engine, saved, arrays[f"prompt.{i}"].tolist())
+            engine.restored_handles.append(engine.resume_request(prepared, written))
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelFormatError(
             f"the state in {path} is broken: {error}", value=str(path), hint="save it again"
@@ -128,7 +128,7 @@ def _check_model(engine: Engine, model: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _admissible(engine: Engine, saved: Mapping[str, Any], tokens: list[int]) -> Admissible:
+def _admissible(engine: Engine, saved: Mapping[str, Any], tokens: list[int]) -> PreparedRequest:
     sampling = dict(saved["sampling"])
     sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
     request = Request(
@@ -142,4 +142,4 @@ def _admissible(engine: Engine, saved: Mapping[str, Any], tokens: list[int]) -> 
         namespace=Namespace(**saved["namespace"]),
         critical_path=saved.get("critical_path", 0),
     )
-    return dataclasses.replace(engine.intake.admit(request), seed=int(saved["seed"]))
+    return dataclasses.replace(engine.inputs.prepare(request), seed=int(saved["seed"]))

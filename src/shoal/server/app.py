@@ -118,7 +118,7 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         served = api.hub.acquire(body.model)
         try:
-            tokens = await asyncio.to_thread(_tokens, served.engine.intake.codec, body)
+            tokens = await asyncio.to_thread(_tokens, served.engine.inputs.codec, body)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": served.engine.spec.context_length}
         finally:
             api.hub.release(served)

@@ -49,7 +49,7 @@ class Call:
     def submit(self, prepare: Prepare, names: Mapping[str, str]) -> None:
         """Prepare and submit all requests; on a worker thread, for templates, tokenizers and grammars take a while."""
         engine, outbox = self.served.engine, self._outbox
-        engine.before_passes(outbox.wake)
+        engine.on_step_start(outbox.wake)
         try:
             for index, request in enumerate(prepare(self.served)):
                 handle = engine.submit(request, sink=outbox.sink(partial(self._receive, index)))
@@ -128,7 +128,7 @@ class Call:
         cached = sum(r.cached_tokens for r in results)
         self.record.update(
             model=self.served.name,
-            prompt_tokens=sum(len(handle.admissible.tokens) for handle in self._handles),
+            prompt_tokens=sum(len(handle.prepared.tokens) for handle in self._handles),
             generated_tokens=self._written,
             prefix_tokens=cached,
             cache_hit=cached > 0,

@@ -13,7 +13,7 @@ from shoal.agents.run.layout import Layout, Section
 from shoal.errors import GraphError
 
 if TYPE_CHECKING:
-    from shoal.agents.run.ledger import Ledger
+    from shoal.agents.run.state import RunState
     from shoal.types import Message
 
 
@@ -25,13 +25,13 @@ class PendingInputError(GraphError):
     """A prompt names an output that is not written yet."""
 
 
-def shared_text(books: Ledger) -> str:
+def shared_text(books: RunState) -> str:
     """The part that all prompts begin with."""
     return render(books.graph.shared, lambda path: _of_inputs(books, path, "the shared part"))
 
 
 def layout_of(
-    books: Ledger,
+    books: RunState,
     node: Node,
     agent: Agent,
     history: tuple[Message, ...] = (),
@@ -64,7 +64,7 @@ def layout_of(
     )
 
 
-def _read_elsewhere(books: Ledger, need: Node, node: Node, agent: Agent) -> bool:
+def _read_elsewhere(books: RunState, need: Node, node: Node, agent: Agent) -> bool:
     """True when an agent with another role reads this output too."""
     for other in books.dependants(need):
         if other is node or other.agent is agent:
@@ -74,7 +74,7 @@ def _read_elsewhere(books: Ledger, need: Node, node: Node, agent: Agent) -> bool
     return False
 
 
-def _sections(books: Ledger, need: Node) -> Iterator[Section]:
+def _sections(books: RunState, need: Node) -> Iterator[Section]:
     """The output of a node, or of each node it stands for, under its own name."""
     for member in books.members(need):
         outcome = books.outcome(member)
@@ -84,7 +84,7 @@ def _sections(books: Ledger, need: Node) -> Iterator[Section]:
             yield Section(member.id, outcome.shown)
 
 
-def _value(books: Ledger, node: Node, path: tuple[str, ...]) -> str:
+def _value(books: RunState, node: Node, path: tuple[str, ...]) -> str:
     name, *fields = path
     if name in node.values:
         return _pick(node.values[name], path, node.id)
@@ -99,7 +99,7 @@ def _value(books: Ledger, node: Node, path: tuple[str, ...]) -> str:
     return _pick(outcome.value, path, node.id) if fields else outcome.shown
 
 
-def _of_inputs(books: Ledger, path: tuple[str, ...], where: str) -> str:
+def _of_inputs(books: RunState, path: tuple[str, ...], where: str) -> str:
     if path[0] not in books.inputs:
         raise GraphError(f"{where} names {{{'.'.join(path)}}}, which is no input", value=path[0], hint="check the name")
     return _pick(books.inputs[path[0]], path, where)

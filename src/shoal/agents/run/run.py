@@ -19,8 +19,8 @@ from shoal.agents.run.attempt import pursue, settle
 from shoal.agents.run.cache import Memo
 from shoal.agents.run.engines import LocalEngine
 from shoal.agents.run.events import EventKind, GraphEvent, GraphResult, Outcome, State
-from shoal.agents.run.ledger import Ledger
 from shoal.agents.run.prefixes import make_keeper
+from shoal.agents.run.state import RunState
 from shoal.agents.trace.spans import make_spans
 from shoal.agents.trace.trace import Trace
 from shoal.errors import GraphError, ShoalError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _RESERVE = 0.2  # share of a graph's deadline that is kept back for its final nodes, unless told
 
 
-class Run(Ledger):
+class Run(RunState):
     """One run. Use it with `async with`; iterate over it for events, or await `result`. All on one event loop.
 
     Invariant: a node enters exactly one final state, once, through `_end`; when all have, the run is over. What
@@ -292,7 +292,7 @@ class Run(Ledger):
             members = _nodes_in(given)
             if members is None:
                 return Outcome(State.DONE, given)
-            Ledger.depend(self, node, on=members)
+            RunState.depend(self, node, on=members)
         except TimeoutError:
             if not guard.expired():
                 raise
@@ -315,7 +315,7 @@ class Run(Ledger):
             return self._give_up(node, str(error))
         if following is None:
             return outcome
-        Ledger.depend(self, node, on=following)
+        RunState.depend(self, node, on=following)
         self._members[node] = [following]
         return None
 

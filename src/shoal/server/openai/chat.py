@@ -58,14 +58,14 @@ async def chat_completions(api: Api, http: HttpRequest, body: ChatRequest) -> Re
 
 
 def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequence[Request]:
-    intake = served.engine.intake
-    codec = intake.codec
+    inputs = served.engine.inputs
+    codec = inputs.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "messages")
     tokens = chat_tokens(codec, Chat(body.messages, use.shown, body.chat_template_kwargs))
     arguments = body.sampling()
     schema = body.response_format.schema_of() if body.response_format is not None else None
-    held = use.held(intake, tool_style(codec), schema, "tools.{}.function.parameters")
+    held = use.held(inputs, tool_style(codec), schema, "tools.{}.function.parameters")
     if held and body.structured_outputs is not None:
         raise bad_request("structured_outputs contradicts response_format or tools", "structured_outputs")
     arguments.update(held)
@@ -91,7 +91,7 @@ class Answer:
 
     def take(self, happened: Event) -> list[Piece]:
         """Take an event in; gives what is new in the answer."""
-        codec = self._call.served.engine.intake.codec
+        codec = self._call.served.engine.inputs.codec
         assert codec is not None
         self.tokens += happened.tokens
         self.logprobs += chat_logprobs(happened.logprobs, codec)
@@ -216,7 +216,7 @@ class ChatWriter(ChoiceWriter):
     def _told(self, happened: Event) -> dict[str, Any]:
         """What was asked for beside the text."""
         told: dict[str, Any] = {}
-        codec = self._call.served.engine.intake.codec
+        codec = self._call.served.engine.inputs.codec
         if self._body.logprobs and happened.logprobs and codec is not None:
             told["logprobs"] = {"content": chat_logprobs(happened.logprobs, codec), "refusal": None}
         if self._body.return_token_ids and happened.tokens:

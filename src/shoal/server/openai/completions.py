@@ -63,7 +63,7 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
 
 
 def _requests(api: Api, served: Served, body: CompletionRequest, prompts: Sequence[Prompt]) -> Sequence[Request]:
-    codec = served.engine.intake.codec
+    codec = served.engine.inputs.codec
     requests = []
     arguments = body.sampling()
     if body.logprobs is not None:
@@ -116,11 +116,11 @@ class Text:
             return ""
         if isinstance(self._prompt, str):
             return self._prompt
-        codec = self._call.served.engine.intake.codec
+        codec = self._call.served.engine.inputs.codec
         return b"".join(map(codec.token_bytes, self._prompt)).decode("utf-8", "replace") if codec is not None else ""
 
     def _choice(self, text: str, entries: Sequence[Any], offset: int, result: Result | None) -> dict[str, Any]:
-        codec = self._call.served.engine.intake.codec
+        codec = self._call.served.engine.inputs.codec
         reason = None
         if result is not None:
             reason = "length" if result.finish_reason is FinishReason.LENGTH else "stop"

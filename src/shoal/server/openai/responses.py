@@ -52,14 +52,14 @@ async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Resp
 
 
 def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> Request:
-    intake = served.engine.intake
-    codec = intake.codec
+    inputs = served.engine.inputs
+    codec = inputs.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "input")
     tokens = chat_tokens(codec, Chat(body.messages(), use.shown))
     arguments = body.sampling()
     schema = body.schema_of()
-    held = use.held(intake, tool_style(codec), schema, "tools.{}.parameters")
+    held = use.held(inputs, tool_style(codec), schema, "tools.{}.parameters")
     limit = output_limit(served, len(tokens), body.max_output_tokens)
     return api.request(body, tokens, make_sampling({**arguments, **held, "max_tokens": limit}))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.engine.inputs import Intake
+from shoal.engine.inputs import InputProcessor
 from shoal.errors import InvalidRequestError
 from shoal.sampling.grammar import GrammarCompiler
 from shoal.sampling.schema import check_schema
@@ -37,16 +37,18 @@ class ToolUse:
         """What finds the calls in the answer."""
         return ToolCallParser([t.function.name for t in self.shown], None if self.parallel else 1)
 
-    def held(self, intake: Intake, style: ToolStyle, schema: dict[str, Any] | None, place: str) -> dict[str, Any]:
+    def held(
+        self, inputs: InputProcessor, style: ToolStyle, schema: dict[str, Any] | None, place: str
+    ) -> dict[str, Any]:
         """As `grammar`, and compiled: ApiError names the tool whose parameters cannot be honoured, by its `place`."""
         arguments = self.grammar(style, schema)
-        if self.shown and arguments and intake.grammars is not None:
+        if self.shown and arguments and inputs.grammars is not None:
             try:
                 for tool in self.shown:
                     check_schema(tool.function.parameters or {})
-                intake.grammars.compile(SamplingParams(**arguments))
+                inputs.grammars.compile(SamplingParams(**arguments))
             except InvalidRequestError:
-                self._blame(intake.grammars, place)
+                self._blame(inputs.grammars, place)
                 raise
         return arguments
 

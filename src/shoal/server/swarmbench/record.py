@@ -65,7 +65,7 @@ def card_numbers(card: Card, now: float, began: float) -> Document:
     ttft = None if card.first_token_at is None else card.first_token_at - began
     if result is not None and result.ttft_s is not None:
         ttft = result.ttft_s
-    seq = card.handle.ticket.seq if card.handle is not None and card.handle.ticket is not None else None
+    seq = card.handle.request_state.seq if card.handle is not None and card.handle.request_state is not None else None
     return {
         "state": "cancelled" if card.state is State.ABORTED else str(card.state),
         "tokens": card.tokens,

@@ -53,17 +53,17 @@ class StepLog:
         took = joined = left = 0
         running: list[EngineSequence] = []
         for bit, (card, seen) in enumerate(zip(self.cards, self._seen, strict=True)):
-            ticket = card.handle.ticket if card.handle is not None else None
-            if ticket is None:
+            state = card.handle.request_state if card.handle is not None else None
+            if state is None:
                 continue
-            present = ticket.seq.status is Status.RUNNING
+            present = state.seq.status is Status.RUNNING
             if present:
-                running.append(ticket.seq)
-            if (present and ticket.seq.computed != seen.computed) or seen.present != present:
+                running.append(state.seq)
+            if (present and state.seq.computed != seen.computed) or seen.present != present:
                 took |= 1 << bit
             joined |= (present and not seen.present) << bit
             left |= (seen.present and not present) << bit
-            seen.computed, seen.present = ticket.seq.computed, present
+            seen.computed, seen.present = state.seq.computed, present
         if took and len(self.rows) < MAX_STEPS:
             self.widest = max(self.widest, record.batch)
             held, saved = _kv(running, self.block_bytes)

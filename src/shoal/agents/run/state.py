@@ -14,7 +14,7 @@ from shoal.errors import GraphError
 _GIVEN = (State.DONE, State.DEFAULTED)
 
 
-class Ledger(Builder):
+class RunState(Builder):
     """A graph's nodes and those its rules added, with their outcomes.
 
     Invariant: a node has an outcome or is in `open`, with the number of its needs that have none; an outcome is set
