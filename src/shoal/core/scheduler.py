@@ -419,6 +419,3 @@ class Scheduler:
 
 def _urgency(seq: Sequence) -> tuple[int, int]:
     return seq.aged_rank, seq.order
-
-
-
