@@ -16,14 +16,15 @@ import pytest
 
 from shoal import Engine, Request, SamplingParams
 from shoal.config import EngineConfig
-from shoal.engine import loading
-from shoal.engine.loading import choose_runner, make_runner
+from shoal.engine.loading import make_runner
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, ShoalError, UnsupportedModelError
 from shoal.models import Store
 from shoal.models.files import local_files
 from shoal.models.gguf import read_gguf
 from shoal.runners.base import Runner
+from shoal.runners.mlx.backend import on_apple_silicon
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.runners.registry import LocalModel, choose_runner
 from tests.contract.mlx_tiny import VOCAB, tiny_runner, write_tiny
 from tests.contract.runners import real_runner
 from tests.parity import reference, tiny
@@ -139,7 +140,7 @@ def test_a_tensor_type_that_mlx_cannot_hold_is_refused_before_anything_is_loaded
     path = write_blocks(tmp_path / "m.gguf", "Q4_K")
     refused(UnsupportedModelError, path, "Q4_K", "native")
     with pytest.raises(UnsupportedModelError, match="Q4_K"):
-        choose_runner(EngineConfig(runner="mlx"), local_files("m", path), read_gguf(path))
+        choose_runner(EngineConfig(runner="mlx"), LocalModel.read(local_files("m", path)))
 
 
 def test_a_cache_that_cannot_be_batched_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +247,9 @@ def test_settings_that_cannot_be_honoured_are_refused(tmp_path: Path, settings: 
 
 def test_cache_limit_is_mlx_s_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cache_limit"):
-        choose_runner(EngineConfig(runner="openvino", cache_limit="1MiB"))
+        choose_runner(EngineConfig(runner="openvino", runner_options={"cache_limit": "1MiB"}))
     before = mx.set_cache_limit(1 << 30)
-    runner = load(write_tiny(tmp_path / "m", "llama").path, cache_limit="3MiB")
+    runner = load(write_tiny(tmp_path / "m", "llama").path, runner_options={"cache_limit": "3MiB"})
     assert mx.set_cache_limit(before) == 3 << 20
     runner.close()
 
@@ -257,7 +258,7 @@ def test_auto_takes_mlx_on_apple_silicon(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose_runner(EngineConfig())[0] != "mlx"
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    assert loading.on_apple_silicon()
+    assert on_apple_silicon()
     assert choose_runner(EngineConfig()) == ("mlx", "Apple silicon")
 
 
