@@ -104,7 +104,7 @@ class InputProcessor:
         return self.grammars.compile(sampling)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Refuse a prompt that is empty, names tokens the model lacks, or fits neither the context nor the KV memory."""
+        """Refuse a prompt that is empty, names tokens the model lacks, or does not fit context or KV memory."""
         if not tokens:
             raise InvalidRequestError("the prompt has no tokens", param="prompt", value=0, limit="at least 1 token")
         for token in tokens:
