@@ -25,10 +25,11 @@ from shoal.runners.base import Runner
 from shoal.runners.mlx.backend import on_apple_silicon
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.registry import LocalModel, choose_runner
-from tests.contract.mlx_tiny import VOCAB, tiny_runner, write_tiny
-from tests.contract.runners import real_runner
-from tests.parity import reference, tiny
-from tests.parity.native_tiny import write_blocks
+from tests.parity import reference
+from tests.support import tiny_gguf
+from tests.support.mlx_tiny import VOCAB, tiny_runner, write_tiny
+from tests.support.native_tiny import write_blocks
+from tests.support.runners import real_runner
 
 mx = pytest.importorskip("mlx.core")
 
@@ -57,7 +58,7 @@ GGUFS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("arch", "fields"), GGUFS, ids=[f"{a}-{f['kind']}" for a, f in GGUFS])
 def test_a_gguf_computes_what_the_reference_computes(arch: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    path = tiny.write_tiny(tmp_path / "tiny.gguf", arch, **fields)
+    path = tiny_gguf.write_tiny(tmp_path / "tiny.gguf", arch, **fields)
     tokens = np.random.default_rng(1).integers(0, tiny.VOCAB, 40).tolist()
     exact = reference.logits(read_gguf(path), tokens)[-1:]
     runner = load(path)

@@ -22,8 +22,8 @@ from shoal.runners.native.backend import refuses
 from shoal.runners.native.runner import KvPrecision, NativeRunner, packed_path
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.registry import LocalModel, choose_runner
-from tests.parity.native_tiny import isas, open_tiny, random_blocks, write_blocks
-from tests.parity.tiny import write_tiny
+from tests.support.native_tiny import isas, open_tiny, random_blocks, write_blocks
+from tests.support.tiny_gguf import write_tiny
 
 ISAS = isas()
 
