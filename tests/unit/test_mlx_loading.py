@@ -59,7 +59,7 @@ GGUFS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("arch", "fields"), GGUFS, ids=[f"{a}-{f['kind']}" for a, f in GGUFS])
 def test_a_gguf_computes_what_the_reference_computes(arch: str, fields: dict[str, Any], tmp_path: Path) -> None:
     path = tiny_gguf.write_tiny(tmp_path / "tiny.gguf", arch, **fields)
-    tokens = np.random.default_rng(1).integers(0, tiny.VOCAB, 40).tolist()
+    tokens = np.random.default_rng(1).integers(0, tiny_gguf.VOCAB, 40).tolist()
     exact = reference.logits(read_gguf(path), tokens)[-1:]
     runner = load(path)
     assert (runner.spec.architecture, runner.spec.context_length) == (arch, 512)
