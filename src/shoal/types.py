@@ -60,7 +60,8 @@ class SamplingParams:
     `presence_penalty` and `frequency_penalty` (as OpenAI defines them) at the output only. `logprobs` is how many
     alternatives to report per token (0: only the chosen one; None: nothing), `prompt_logprobs` the same for the prompt,
     whose tokens are all computed then, also those whose KV is cached; beside it `max_tokens` may be 0. Without a `seed`
-    the engine draws one and reports it in the result. The stop token is not part of the output; a stop string is cut from it.
+    the engine draws one and reports it in the result. The stop token is not part of the output; a stop string is cut
+    from it.
     At most one of `json_schema`, `regex` and `grammar` (Lark) constrains the output to that language; JSON comes
     without free white space. Such an output ends when the grammar does, or short of that at a limit.
     """

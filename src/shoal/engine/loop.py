@@ -314,21 +314,14 @@ class StepLoop:
         return state if item.want is Want.LOGITS and whole else None
 
     def _score(self, plan: StepPlan, logits: NDArray[np.float32]) -> tuple[list[int], list[RequestState]]:
-        """Take log-probabilities of prompts; gives the rows that choose a token, and for whom."""
+        """Take the log-probabilities of prompts; gives the rows that choose a token, and for whom."""
         last, states, at = [], [], 0
         for item in plan.sequences:
             if item.want is not Want.LOGITS:
                 continue
             state = self._states[item.seq_id]
-            begin, at = at, at + item.rows
-            ok = True
-            if state.seq.scoring:
-                end = item.start + len(item.tokens)
-                told = state.seq.tokens[end - item.rows + 1 : min(end + 1, state.seq.prompt_len)]
-                entries = score(logits[begin : begin + len(told)], told, state.prepared.sampling.prompt_logprobs or 0)
-                state.prompt_logprobs += entries
-                ok = len(entries) == len(told)
-            if not ok:
+            rows, at = logits[at : at + item.rows], at + item.rows
+            if state.seq.scoring and not _take_scores(state, item, rows):
                 self._reject(state)
             elif self._chooses(item) is not None:
                 last.append(at - 1)
@@ -410,6 +403,15 @@ class StepLoop:
             checkpoint_bytes=spec.num_checkpoints * spec.checkpoint_bytes,
             peak_bytes=self.runner.peak_bytes,
         )
+
+
+def _take_scores(state: RequestState, item: ScheduledSequence, rows: NDArray[np.float32]) -> bool:
+    """Note what `rows`, after the last tokens fed, say of the prompt tokens behind; False when they are not finite."""
+    seq, end = state.seq, item.start + len(item.tokens)
+    behind = seq.tokens[end - item.rows + 1 : min(end + 1, seq.prompt_len)]
+    scores = score(rows[: len(behind)], behind, state.prepared.sampling.prompt_logprobs or 0)
+    state.prompt_logprobs += scores
+    return len(scores) == len(behind)
 
 
 def _not_finite() -> RunnerError:
