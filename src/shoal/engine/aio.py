@@ -94,7 +94,7 @@ class AsyncEngine(AsyncFace):
         """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         put = self._sink(events.put_nowait)
-        handle = await _submitted(partial(self.engine.submit, request, sink=put))
+        handle = await _submitted(partial(self._submit, request, put))
         finished = False
         try:
             while not finished:
@@ -104,6 +104,10 @@ class AsyncEngine(AsyncFace):
         finally:
             if not finished:
                 handle.abort()
+
+    def _submit(self, request: Request, sink: Callable[[Event], None]) -> Handle:
+        """Hand a request of `generate` to the engine; on a thread that may wait."""
+        return self.engine.submit(request, sink=sink)
 
     def _sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
         """A sink for the engine whose events `receive` gets on the running event loop."""
