@@ -17,7 +17,7 @@ from shoal.config import EngineConfig
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
-from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest
+from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
 from shoal.engine.loop import Sink, StepLoop
 from shoal.engine.mailbox import Mailbox, T
 from shoal.engine.watchdog import Watchdog
@@ -114,6 +114,11 @@ class Engine:
         Raises a `RequestError` that names the field when it cannot be served, `QueueFullError` when too many wait,
         `PowerLimitError` when the governor refuses it, `EngineClosedError`.
         """
+        refuse_arrival(request)
+        return self._accept(request, sink)
+
+    def _accept(self, request: Request, sink: Sink | None) -> Handle:
+        """As `submit`, also for a request whose `arrival_s` has come."""
         self._refuse_if_closed()
         return self._submit(self.inputs.prepare(request), sink)
 
@@ -172,7 +177,7 @@ class Engine:
 
         `on_tokens` is called on this thread. `prefix` is held while they run; all must begin with it.
         """
-        return run_requests(self, requests, on_tokens, prefix)
+        return run_requests(self, self._accept, requests, on_tokens, prefix)
 
     def fan_out(
         self, shared: Prompt, branches: Sequence[Prompt], on_tokens: OnTokens | None = None, **fields: Any
@@ -194,6 +199,7 @@ class Engine:
 
     def prefill(self, request: Request, *, sink: Sink | None = None) -> Handle:
         """Compute a request's prompt and no output; its KV is pinned when the result comes. Raises as `submit`."""
+        refuse_arrival(request)
         return self._submit(self.inputs.prepare(request), sink, prefill_only=True)
 
     def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:

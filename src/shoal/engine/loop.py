@@ -221,7 +221,7 @@ class StepLoop:
         decoded = self._count_new(plan)
         sampled = self._sample(plan, output)
         end = self.clock()
-        prefill = self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
+        self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
         self.failures = 0
         self.steps += 1
         ms = (self.clock() - begin) * 1e3
