@@ -128,6 +128,10 @@ class RunnerError(ShoalError):
     """A forward pass failed. The requests that were in it end with this; the engine says if it goes on."""
 
 
+class CallbackError(ShoalError):
+    """The sink of a request raised, and so the request ended. `__cause__` is what it raised."""
+
+
 class EngineClosedError(ShoalError):
     """The engine is closed, or has failed, and takes no more requests. `__cause__` is why, if it failed."""
 
