@@ -157,7 +157,8 @@ class CoreMachine(RuleBasedStateMachine):
         )
         name = self.submit(request)
         if name is not None:
-            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits, self.states)
+            room = self.loop.inputs.spec.kv_capacity - len(prompt)
+            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits, self.states)[:room]
 
     @rule(trunk=st.sampled_from(TRUNKS[1:]))
     @precondition(lambda self: len(self.pins) < 1)

@@ -75,12 +75,14 @@ class KVCacheManager:
         if self.sharing:
             limit = len(seq.tokens) - 1  # one token is left to compute, for its logits; a step feeds each at least one
             match = self.tree.match(self.tree_tokens(seq), seq.namespace, limit=limit)
-        held = [*match.blocks, match.tail] if match.tail is not None else list(match.blocks)
-        self.pool.hold(held)
-        needed = self.blocks_for(len(seq.tokens)) - len(match.blocks)
-        if needed + spare > self.available:
-            self.tree.release(held)
+            if match.tail is not None and not self._fits(seq, match, spare):
+                # The source of a copy is a block more than the sequence itself needs: it may do without.
+                limit = len(match.blocks) * self.block_size
+                match = self.tree.match(self.tree_tokens(seq), seq.namespace, limit=limit)
+        if not self._fits(seq, match, spare):
             return None
+        self.pool.hold(match.held)
+        needed = self.blocks_for(len(seq.tokens)) - len(match.blocks)
         self.tree.evict(needed - self.pool.num_free)
         seq.blocks = [*match.blocks, *(self.pool.take() for _ in range(needed))]
         seq.blocks_changed()
@@ -90,6 +92,12 @@ class KVCacheManager:
         seq.load = match.checkpoint
         seq.marks = self._marks(seq, match)
         return match
+
+    def _fits(self, seq: Sequence, match: Match, spare: int) -> bool:
+        """True when a joining sequence that takes up `match` leaves `spare` blocks available."""
+        needed = self.blocks_for(len(seq.tokens)) - len(match.blocks)
+        cached = sum(self.pool.refs(block) == 0 for block in match.held)  # they would be available no longer
+        return needed + spare <= self.available - cached
 
     def _marks(self, seq: Sequence, match: Match) -> list[int]:
         """Where to keep recurrent state of a joining sequence, as numbers of tokens in order.
