@@ -6,7 +6,7 @@ from shoal import Namespace, Request, SamplingParams
 from shoal.core.audit import check_integrity
 from shoal.core.prefix_tree import PrefixTree
 from shoal.runners.fake import FakeRunner
-from tests.helpers import Driver, finish, toy_loop
+from tests.support.engines import Driver, finish, toy_loop
 
 
 def tree_of(driver: Driver) -> PrefixTree:

@@ -13,7 +13,7 @@ from shoal import AsyncEngine, Engine, Event, FinishReason, Request, SamplingPar
 from shoal.core.audit import check_integrity
 from shoal.runners.fake import FakeRunner
 from shoal.types import StepRecord
-from tests.helpers import toy_engine
+from tests.support.engines import toy_engine
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 

@@ -9,7 +9,7 @@ import pytest
 
 from shoal import AsyncEngine, Namespace, Request, SamplingParams
 from shoal.errors import InvalidRequestError
-from tests.helpers import toy_engine
+from tests.support.engines import toy_engine
 
 
 @pytest.mark.parametrize(

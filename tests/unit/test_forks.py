@@ -14,7 +14,7 @@ from shoal.engine.loop import Output
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
-from tests.helpers import toy_engine
+from tests.support.engines import toy_engine
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 

@@ -13,7 +13,7 @@ from shoal.core.audit import check_integrity
 from shoal.engine.state import restore
 from shoal.errors import EngineClosedError, ModelFormatError, StoreError
 from shoal.runners.fake import FakeRunner
-from tests.helpers import toy_engine
+from tests.support.engines import toy_engine
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 

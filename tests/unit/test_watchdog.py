@@ -20,7 +20,7 @@ STOPPED = """
 import time
 from shoal import Request, SamplingParams
 from shoal.runners.fake import FakeRunner
-from tests.helpers import toy_engine
+from tests.support.engines import toy_engine
 
 def fault(plan):  # a pass of 0.4 s that a stop does not shorten
     print("pass", flush=True)
