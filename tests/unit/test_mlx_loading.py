@@ -26,7 +26,7 @@ from shoal.runners.mlx.backend import on_apple_silicon
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.registry import LocalModel, choose_runner
 from tests.parity import reference
-from tests.support.engines import tiny_gguf
+from tests.support import tiny_gguf
 from tests.support.mlx_tiny import VOCAB, tiny_runner, write_tiny
 from tests.support.native_tiny import write_blocks
 from tests.support.runners import real_runner
