@@ -173,3 +173,16 @@ def test_a_prefill_has_nothing_to_branch() -> None:
         handle.abort()
         handle.result(20)
         nothing_is_left(engine)
+
+
+def test_what_the_prompt_was_worth_is_known_to_a_branch() -> None:
+    gate = Gate(step=4)
+    sampling = SamplingParams(max_tokens=9, prompt_logprobs=1, ignore_eos=True)
+    with toy_engine(FakeRunner(fault=gate)) as engine:
+        parent = engine.submit(Request(prompt="worth something", sampling=sampling))
+        (child,) = forked_at(gate, parent, 1)
+        results = [parent.result(20), child.result(20)]
+        assert results[0].prompt_logprobs == results[1].prompt_logprobs
+        assert [entry.token for entry in results[0].prompt_logprobs] == list(b"orth something")
+        assert results[1].receipt.miss != "scored"
+        nothing_is_left(engine)

@@ -42,6 +42,7 @@ class Scheduler:
         self._progress: list[Progress] = []
         self._released: list[SeqId] = []
         self._max_top = min(spec.max_top, spec.vocab_size - 1)
+        self._rows = 0  # of logits that a step may still give to sequences that are scored
         self._step = 0
         self._admissions = 0
 
@@ -171,6 +172,7 @@ class Scheduler:
                 fed = (seq.tokens[-1],)
                 planned.append(ScheduledSequence(seq.seq_id, fed, seq.computed, seq.table, want, 1, None, None, top))
         decodes = len(planned)
+        self._rows = max(self.spec.max_rows, self.config.max_batch)
         budget = max(self.config.max_step_tokens - decodes, 0)
         if decodes:
             budget = self.pacer.prompt_budget(budget)
@@ -220,14 +222,17 @@ class Scheduler:
 
     def _feed(self, seq: Sequence, count: int) -> ScheduledSequence:
         start = seq.computed
-        last = start + count == len(seq.tokens) and not seq.prefill_only
-        want, top = self._want(seq) if last else (Want.NOTHING, 0)
         end = start + count
+        last = end == len(seq.tokens) and not seq.prefill_only
+        (want, top), rows = self._want(seq) if last else (Want.NOTHING, 0), 1
+        if seq.scoring and end > seq.scored:
+            want, top, rows = Want.LOGITS, 0, end - max(start, seq.scored)
+            self._rows -= rows
         generated = max(0, min(end - seq.prompt_len, count))
         load, seq.load = seq.load, None
         save = self.kv.reserve(seq, end) if seq.marks else None
         fed = tuple(seq.tokens[start:end])
-        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top)
+        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top, rows)
 
     def _want(self, seq: Sequence) -> tuple[Want, int]:
         """What the next token of a sequence is chosen from, and for TOP how many logits."""
@@ -244,11 +249,22 @@ class Scheduler:
         others = sum(s.behind for s in pending) + (budget if joining else 0)
         for seq in pending:
             others -= seq.behind
-            chunk = _chunk(seq, budget, others)
+            chunk = self._chunk(seq, budget, others)
             if chunk and self._ensure(seq, seq.computed + chunk):
                 planned.append(self._feed(seq, chunk))
                 budget -= chunk
         return budget
+
+    def _chunk(self, seq: Sequence, budget: int, others: int) -> int:
+        """Prompt tokens for a sequence when those behind it want `others`: a long one leaves half the budget to them.
+
+        Of one that is scored no more than there are rows of logits for, and none behind the prompt.
+        """
+        chunk = min(seq.stride, max(budget - others, (budget + 1) // 2))
+        if not seq.scoring:
+            return chunk
+        rows = min(self.spec.max_rows, self._rows)
+        return min(chunk, max(seq.scored - seq.computed, 0) + rows, seq.prompt_len - seq.computed)
 
     def _admit(self, now: float, planned: list[ScheduledSequence], budget: int) -> list[tuple[BlockId, BlockId]]:
         """Let waiting sequences join while rows, prompt budget and blocks last."""
@@ -258,10 +274,10 @@ class Scheduler:
             if seq.copy_source is not None:
                 copies.append((seq.copy_source, seq.blocks[seq.shared_blocks]))
             following = self._next_to_join(now)
-            chunk = _chunk(seq, budget, budget if following is not None else 0)
+            chunk = self._chunk(seq, budget, budget if following is not None else 0)
             planned.append(self._feed(seq, chunk))
             budget -= chunk
-            seq = following
+            seq = following if following is None or self._ready(following) else self._next_to_join(now)
         return copies
 
     def _next_to_join(self, now: float) -> Sequence | None:
@@ -271,9 +287,15 @@ class Scheduler:
         for looked, seq in enumerate(self.queue.candidates(now)):
             if looked >= 8 * self.config.max_batch:
                 return None
-            if not seq.waiting_for_leader and not self._leaders.follow(seq):
+            if self._ready(seq):
                 return seq
         return None
+
+    def _ready(self, seq: Sequence) -> bool:
+        """True when nobody is about to compute blocks it shares. One that is scored shares none and needs rows."""
+        if seq.scoring:
+            return self._rows > 0
+        return not seq.waiting_for_leader and not self._leaders.follow(seq)
 
     def _join(self, seq: Sequence, now: float) -> bool:
         """Admit one sequence with what the tree has of it; False, with nothing changed, when blocks do not suffice."""
@@ -362,6 +384,7 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...], chain: int, *, prefill: bool) -> None:
         seq.computed += fed
+        seq.scored = max(seq.scored, seq.computed)
         if prefill:
             self.kv.index(seq, tail=True)
             self.kv.saved(seq)
@@ -371,6 +394,9 @@ class Scheduler:
             self.pinned[seq.seq_id] = list(seq.blocks)
             self.kv.pool.hold(seq.blocks)
             self._end(seq, FinishReason.STOP)
+            return
+        if seq.max_tokens == 0 and seq.behind == 0:  # asked only what its prompt is worth
+            self._end(seq, FinishReason.LENGTH)
             return
         if not tokens:
             return
@@ -399,8 +425,3 @@ class Scheduler:
 
 def _urgency(seq: Sequence) -> tuple[int, int]:
     return seq.aged_rank, seq.order
-
-
-def _chunk(seq: Sequence, budget: int, others: int) -> int:
-    """Prompt tokens for one sequence when those behind it want `others`: a long one leaves half the budget to them."""
-    return min(seq.stride, max(budget - others, (budget + 1) // 2))
