@@ -10,7 +10,7 @@ import pytest
 
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
-from tests.server.live import LETTERS, Live, chat_body, error_of, toy
+from tests.support.live import LETTERS, Live, chat_body, error_of, toy
 
 
 def test_a_chat_is_answered_in_the_documented_shape(live: Live) -> None:
@@ -126,7 +126,7 @@ def test_models_health_stats_metrics_tokenize(live: Live) -> None:
     assert (model["id"], model["object"], model["loaded"]) == ("toy", "model", True)
     assert live.http.get("/v1/models/toy").json()["id"] == "toy"
     assert live.http.get("/health").json()["status"] == "ok"
-    assert live.http.get("/v1/stats").json()["engine"]["running"] == 0
+    assert live.http.get("/stats").json()["engine"]["running"] == 0
     page = live.http.get("/metrics").text
     assert "shoal_up 1.0" in page
     assert 'shoal_http_requests_total{path="/v1/chat/completions"' in page
@@ -339,7 +339,7 @@ def test_a_failed_pass_is_500_and_a_dead_engine_503() -> None:
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
         failing = False
-        assert live.post("/v1/models/load", {"model": "toy"}).status_code == 200
+        assert live.post("/models/load", {"model": "toy"}).status_code == 200
         assert live.chat().status_code == 200
 
 

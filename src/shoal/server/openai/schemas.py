@@ -181,14 +181,14 @@ class TokenizeRequest(Strict):
 
 
 class LoadRequest(Strict):
-    """`POST /v1/models/load`: a model of the store. Calls in flight may go on for `drain_s`."""
+    """`POST /models/load`: a model of the store. Calls in flight may go on for `drain_s`."""
 
     model: Annotated[str, Field(min_length=1, max_length=300)]
     drain_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0
 
 
 class UnloadRequest(Strict):
-    """`POST /v1/models/unload`."""
+    """`POST /models/unload`."""
 
     model: str | None = None
     drain_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0
