@@ -41,6 +41,7 @@ class Scheduler:
         self._leaders = Leaders(self.kv)
         self._progress: list[Progress] = []
         self._released: list[SeqId] = []
+        self._rows = 0  # of logits that a step may still give to sequences that are scored
         self._step = 0
         self._admissions = 0
 
@@ -170,6 +171,7 @@ class Scheduler:
                 want = Want.ARGMAX if seq.greedy else Want.LOGITS
                 planned.append(ScheduledSequence(seq.seq_id, (seq.tokens[-1],), seq.computed, seq.table, want, 1))
         decodes = len(planned)
+        self._rows = max(self.spec.max_rows, self.config.max_batch)
         budget = max(self.config.max_step_tokens - decodes, 0)
         if decodes:
             budget = self.pacer.prompt_budget(budget)
@@ -210,15 +212,18 @@ class Scheduler:
 
     def _feed(self, seq: Sequence, count: int) -> ScheduledSequence:
         start = seq.computed
-        last = start + count == len(seq.tokens) and not seq.prefill_only
-        want = self._want(seq) if last else Want.NOTHING
         end = start + count
+        last = end == len(seq.tokens) and not seq.prefill_only
+        want, rows = self._want(seq) if last else Want.NOTHING, 1
+        if seq.scoring and end > seq.scored:
+            want, rows = Want.LOGITS, end - max(start, seq.scored)
+            self._rows -= rows
         generated = max(0, min(end - seq.prompt_len, count))
         load, seq.load = seq.load, None
         save = self.kv.reserve(seq, end) if seq.marks else None
         top = seq.top if want is Want.TOP else 0
         fed = tuple(seq.tokens[start:end])
-        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top)
+        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top, rows)
 
     def _want(self, seq: Sequence) -> Want:
         if seq.greedy:
@@ -234,11 +239,22 @@ class Scheduler:
         others = sum(s.behind for s in pending) + (budget if joining else 0)
         for seq in pending:
             others -= seq.behind
-            chunk = _chunk(seq, budget, others)
+            chunk = self._chunk(seq, budget, others)
             if chunk and self._ensure(seq, seq.computed + chunk):
                 planned.append(self._feed(seq, chunk))
                 budget -= chunk
         return budget
+
+    def _chunk(self, seq: Sequence, budget: int, others: int) -> int:
+        """Prompt tokens for a sequence when those behind it want `others`: a long one leaves half the budget to them.
+
+        Of one that is scored no more than there are rows of logits for, and none behind the prompt.
+        """
+        chunk = min(seq.stride, max(budget - others, (budget + 1) // 2))
+        if not seq.scoring:
+            return chunk
+        rows = min(self.spec.max_rows, self._rows)
+        return min(chunk, max(seq.scored - seq.computed, 0) + rows, seq.prompt_len - seq.computed)
 
     def _admit(self, now: float, planned: list[ScheduledSequence], budget: int) -> list[tuple[BlockId, BlockId]]:
         """Let waiting sequences join while rows, prompt budget and blocks last."""
@@ -248,10 +264,10 @@ class Scheduler:
             if seq.copy_source is not None:
                 copies.append((seq.copy_source, seq.blocks[seq.shared_blocks]))
             following = self._next_to_join(now)
-            chunk = _chunk(seq, budget, budget if following is not None else 0)
+            chunk = self._chunk(seq, budget, budget if following is not None else 0)
             planned.append(self._feed(seq, chunk))
             budget -= chunk
-            seq = following
+            seq = following if following is None or self._ready(following) else self._next_to_join(now)
         return copies
 
     def _next_to_join(self, now: float) -> Sequence | None:
@@ -261,9 +277,15 @@ class Scheduler:
         for looked, seq in enumerate(self.queue.candidates(now)):
             if looked >= 8 * self.config.max_batch:
                 return None
-            if not seq.waiting_for_leader and not self._leaders.follow(seq):
+            if self._ready(seq):
                 return seq
         return None
+
+    def _ready(self, seq: Sequence) -> bool:
+        """True when nobody is about to compute blocks it shares. One that is scored shares none and needs rows."""
+        if seq.scoring:
+            return self._rows > 0
+        return not seq.waiting_for_leader and not self._leaders.follow(seq)
 
     def _join(self, seq: Sequence, now: float) -> bool:
         """Admit one sequence with what the tree has of it; False, with nothing changed, when blocks do not suffice."""
@@ -356,6 +378,7 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...], chain: int, *, prefill: bool) -> None:
         seq.computed += fed
+        seq.scored = max(seq.scored, seq.computed)
         if prefill:
             self.kv.index(seq, tail=True)
             self.kv.saved(seq)
@@ -365,6 +388,9 @@ class Scheduler:
             self.pinned[seq.seq_id] = list(seq.blocks)
             self.kv.pool.hold(seq.blocks)
             self._end(seq, FinishReason.STOP)
+            return
+        if seq.max_tokens == 0 and seq.behind == 0:  # asked only what its prompt is worth
+            self._end(seq, FinishReason.LENGTH)
             return
         if not tokens:
             return
@@ -393,8 +419,3 @@ class Scheduler:
 
 def _urgency(seq: Sequence) -> tuple[int, int]:
     return seq.aged_rank, seq.order
-
-
-def _chunk(seq: Sequence, budget: int, others: int) -> int:
-    """Prompt tokens for one sequence when those behind it want `others`: a long one leaves half the budget to them."""
-    return min(seq.stride, max(budget - others, (budget + 1) // 2))

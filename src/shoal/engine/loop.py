@@ -13,6 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shoal.config import EngineConfig
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import RANKS, Progress, Sequence
@@ -21,8 +24,8 @@ from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.record import RecordingScheduler
 from shoal.errors import RunnerError, ShoalError
 from shoal.runners.base import Runner
-from shoal.runners.plan import SeqId, StepOutput, StepPlan, Want
-from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top
+from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top, score
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord, TokenLogprob
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ class RequestState:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     pending_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    told: bool = False  # an event went out
 
     def result(self, now: float, reason: FinishReason, error: ShoalError | None) -> Result:
         """The terminal result."""
@@ -62,6 +67,7 @@ class RequestState:
             seed=self.prepared.seed,
             receipt=seq.receipt,
             logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
             error=error,
             queue_s=None if seq.admitted_at is None else max(seq.admitted_at - self.arrival, 0.0),
         )
@@ -151,6 +157,7 @@ class StepLoop:
             timeout=float("inf") if request.timeout_s is None else request.timeout_s,
             prefill_only=prefill_only,
             path=request.critical_path,
+            score=prepared.sampling.prompt_logprobs is not None,
         )
         sampler = prepared.sampler(spec, self.inputs.eos_ids)
         state = RequestState(request_id, prepared, seq, sampler, sink, arrival, len(seq.tokens))
@@ -250,7 +257,7 @@ class StepLoop:
 
     def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
         """Let the masks of the rows this pass gives be filled while the device computes."""
-        samplers = [self._states[item.seq_id].sampler for item in plan.sequences if item.want is Want.LOGITS]
+        samplers = [state.sampler for item in plan.sequences if (state := self._chooses(item)) is not None]
         constraints = [sampler.constraint for sampler in samplers if sampler.constraint is not None]
         grammars = self.inputs.grammars
         return grammars.begin_fill(constraints) if constraints and grammars is not None else None
@@ -285,8 +292,9 @@ class StepLoop:
             sampled[seq_id] = (token,)
         if output.logits is None:
             return sampled
-        rows = [self._states[item.seq_id] for item in plan.sequences if item.want is Want.LOGITS]
-        chosen, logprobs = sample(output.logits, [state.sampler for state in rows])
+        last, rows = self._score(plan, output.logits)
+        logits = output.logits if len(last) == len(output.logits) else output.logits[last]
+        chosen, logprobs = sample(logits, [state.sampler for state in rows])
         for state, token, logprob in zip(rows, chosen.tolist(), logprobs, strict=True):
             seq_id = state.seq.seq_id
             if token == INVALID_TOKEN:
@@ -297,6 +305,28 @@ class StepLoop:
             if logprob is not None:
                 state.pending_logprobs.append(logprob)
         return sampled
+
+    def _chooses(self, item: ScheduledSequence) -> RequestState | None:
+        """The request whose next token the last row of a sequence gives, if it gives one: a scored prompt goes on."""
+        state = self._states[item.seq_id]
+        seq = state.seq
+        whole = item.start + len(item.tokens) == len(seq.tokens) and seq.max_tokens > 0
+        return state if item.want is Want.LOGITS and whole else None
+
+    def _score(self, plan: StepPlan, logits: NDArray[np.float32]) -> tuple[list[int], list[RequestState]]:
+        """Take the log-probabilities of prompts; gives the rows that choose a token, and for whom."""
+        last, states, at = [], [], 0
+        for item in plan.sequences:
+            if item.want is not Want.LOGITS:
+                continue
+            state = self._states[item.seq_id]
+            rows, at = logits[at : at + item.rows], at + item.rows
+            if state.seq.scoring and not _take_scores(state, item, rows):
+                self._reject(state)
+            elif self._chooses(item) is not None:
+                last.append(at - 1)
+                states.append(state)
+        return last, states
 
     def _reject(self, state: RequestState) -> None:
         """End a request whose row left no token to choose, alone."""
@@ -330,13 +360,14 @@ class StepLoop:
             logprobs = tuple(state.pending_logprobs[: len(item.tokens)])  # a stop token's is not part of the output
             state.logprobs += logprobs
             state.pending_logprobs.clear()
-        result = None
+        result, scored = None, () if state.told else tuple(state.prompt_logprobs)
+        state.told = True
         if item.finish is not None:
             del self._states[item.seq.seq_id]
             self._count(state)
             self._ends.append(now)
             result = state.result(now, item.finish, item.error)
-        state.sink(Event(state.request_id, item.tokens, item.text, logprobs, result))
+        state.sink(Event(state.request_id, item.tokens, item.text, logprobs, result, scored))
 
     def _count(self, state: RequestState) -> None:
         seq = state.seq
@@ -372,6 +403,15 @@ class StepLoop:
             checkpoint_bytes=spec.num_checkpoints * spec.checkpoint_bytes,
             peak_bytes=self.runner.peak_bytes,
         )
+
+
+def _take_scores(state: RequestState, item: ScheduledSequence, rows: NDArray[np.float32]) -> bool:
+    """Note what `rows`, after the last tokens fed, say of the prompt tokens behind; False when they are not finite."""
+    seq, end = state.seq, item.start + len(item.tokens)
+    behind = seq.tokens[end - item.rows + 1 : min(end + 1, seq.prompt_len)]
+    scores = score(rows[: len(behind)], behind, state.prepared.sampling.prompt_logprobs or 0)
+    state.prompt_logprobs += scores
+    return len(scores) == len(behind)
 
 
 def _not_finite() -> RunnerError:
