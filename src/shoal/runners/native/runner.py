@@ -256,7 +256,7 @@ def _spec(
         step_bytes=step_bytes,
         max_chain=MAX_CHAIN,
         max_top=MAX_TOP,
-        max_rows=max_step_tokens,
+        max_rows=_ROWS,
         exact=True,
         recurrent=state_bytes > 0,
         num_checkpoints=checkpoints,
