@@ -16,7 +16,7 @@ from shoal.server.errors import bad_request
 from shoal.server.generation import Api, Call, choice_seeds, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
 from shoal.server.openai.fields import make_sampling
-from shoal.server.openai.logprobs import text_logprobs
+from shoal.server.openai.logprobs import TextLogprobs
 from shoal.server.openai.schemas import CompletionRequest
 from shoal.server.sse import ChoiceWriter, EventStream, Template, encode
 from shoal.types import Event, FinishReason, Request, Result
@@ -92,21 +92,24 @@ class Text:
         self._body = body
         self._prompt = prompt
         self._begun = False
+        self._echoed = self._echo()
+        self._logprobs = self._fresh_logprobs()
 
     def take(self, happened: Event) -> dict[str, Any]:
         """Take an event in; gives the chunk it makes."""
-        new = happened.text if self._begun else self._echo() + happened.text
-        offset = len(self.text)
+        new = happened.text if self._begun else self._echoed + happened.text
         self.text += new
         self._begun = True
-        choice = self._choice(new, happened.logprobs, offset, happened.result)
+        logprobs = self._logprobs.take(happened.logprobs) if self._logprobs is not None else None
+        choice = self._choice(new, logprobs, happened.result)
         if self._body.return_token_ids:
             choice["token_ids"] = list(happened.tokens)
         return choice
 
     def whole(self, result: Result) -> dict[str, Any]:
         """The whole choice."""
-        choice = self._choice(self.text, result.logprobs, 0, result)
+        logprobs = self._fresh_logprobs()
+        choice = self._choice(self.text, logprobs.take(result.logprobs) if logprobs is not None else None, result)
         if self._body.return_token_ids:
             choice["token_ids"] = list(result.tokens)
         return choice
@@ -119,18 +122,16 @@ class Text:
         codec = self._call.served.engine.inputs.codec
         return b"".join(map(codec.token_bytes, self._prompt)).decode("utf-8", "replace") if codec is not None else ""
 
-    def _choice(self, text: str, entries: Sequence[Any], offset: int, result: Result | None) -> dict[str, Any]:
+    def _fresh_logprobs(self) -> TextLogprobs | None:
         codec = self._call.served.engine.inputs.codec
+        wanted = self._body.logprobs is not None
+        return TextLogprobs(codec, len(self._echoed)) if wanted and codec is not None else None
+
+    def _choice(self, text: str, logprobs: dict[str, Any] | None, result: Result | None) -> dict[str, Any]:
         reason = None
         if result is not None:
             reason = "length" if result.finish_reason is FinishReason.LENGTH else "stop"
-        wanted = self._body.logprobs is not None and codec is not None
-        return {
-            "index": self.index,
-            "text": text,
-            "logprobs": text_logprobs(entries, codec, offset) if wanted and codec is not None else None,
-            "finish_reason": reason,
-        }
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _head(call: Call) -> dict[str, Any]:

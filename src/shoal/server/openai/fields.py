@@ -14,9 +14,17 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Strict(BaseModel):
-    """Types are not coerced and unknown fields are refused."""
+    """Types are not coerced, unknown fields are refused, and null is the same as absent, whatever the field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, serialize_by_alias=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """SDKs send back what they were sent with a null for each field that they know and nobody set."""
+        if isinstance(given, dict) and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
 
 
 def contradiction(param: str, message: str) -> PydanticCustomError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from shoal.server.openai.fields import Sampled, Strict, contradiction
 
@@ -25,11 +25,16 @@ class TextPart(Strict):
         return self
 
 
+def call_arguments(text: str | None) -> str:
+    """Arguments of a call as JSON text: nothing, however models and clients spell it, is `{}`."""
+    return "{}" if text is None or text.strip() in ("", "null") else text
+
+
 class FunctionCall(Strict):
     """What an assistant called; `arguments` is JSON text."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(call_arguments)] = "{}"
 
 
 class ToolCall(Strict):
