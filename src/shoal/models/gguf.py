@@ -325,7 +325,7 @@ def _describe(path: Path, metadata: dict[str, Value], tensors: dict[str, GgufTen
         n_kv_heads=keys.positive("attention.head_count_kv", n_heads),
         head_dim=head_dim,
         n_embd=n_embd,
-        n_ff=keys.positive("feed_forward_length"),
+        n_ff=keys.positive("feed_forward_length", 1),
         vocab_size=_vocab_size(keys, tensors, n_embd),
         context_length=keys.positive("context_length"),
         rope_theta=float(keys.get("rope.freq_base") or 10000.0),

@@ -36,14 +36,16 @@ Keys = tuple[Float, Float]
 
 def logits(model: Decoder, tokens: Sequence[int]) -> Float:
     """Logits [T, vocab_size] after each of `tokens`, which stand at positions 0 to T - 1."""
-    x = _rows(model.embedding, tokens) * np.float32(model.embedding_scale)
+    table = model.embedding.values()
+    x = table[np.asarray(tokens, dtype=np.intp)] * np.float32(model.embedding_scale)
     if model.embedding_norm is not None:
         x = norm(x, model.embedding_norm)
     inputs = None if model.layer_inputs is None else _layer_inputs(model.layer_inputs, x, tokens, len(model.layers))
     kept: dict[int, Keys] = {}
     for i, layer in enumerate(model.layers):
         x = _layer(x, layer, i, kept, None if inputs is None else inputs[:, i])
-    out = linear(norm(x, model.norm), model.head) * np.float32(model.logit_scale)
+    x = norm(x, model.norm)
+    out = (x @ table.T if model.tied else linear(x, model.head)) * np.float32(model.logit_scale)
     return out if model.soft_cap is None else _cap(out, model.soft_cap)
 
 
@@ -80,16 +82,12 @@ def _mix(x: Float, mixer: Attention | DeltaNet | Mamba2 | ShortConv, i: int, kep
 def _layer_inputs(part: LayerInputs, x: Float, tokens: Sequence[int], layers: int) -> Float:
     projected = linear(x, part.project) * np.float32(part.project_scale)
     projected = norm(projected.reshape(len(x), layers, part.size), part.norm)
-    looked_up = _rows(part.embedding, tokens).reshape(projected.shape) * np.float32(part.embedding_scale)
-    out: Float = (projected + looked_up) * np.float32(part.scale)
+    looked_up = part.embedding.values()[np.asarray(tokens, dtype=np.intp)] * np.float32(part.embedding_scale)
+    out: Float = (projected + looked_up.reshape(projected.shape)) * np.float32(part.scale)
     return out
 
 
 # Parts.
-
-
-def _rows(weight: Weight, tokens: Sequence[int]) -> Float:
-    return weight.values()[np.asarray(tokens, dtype=np.intp)]
 
 
 def linear(x: Float, part: Linear) -> Float:

@@ -34,13 +34,16 @@ def windows(b: Builder, pattern: int, first: bool = False) -> list[int | None]:
     return [window if window and each else None for each in local]
 
 
-def positions(b: Builder, key_dim: int, *, local: bool = False) -> Rotary:
-    """Rotary positions for heads of `key_dim`; `local` for layers with a window where a model tells them apart."""
+def positions(b: Builder, key_dim: int, *, local: bool = False, local_base: float | None = None) -> Rotary:
+    """Rotary positions for heads of `key_dim`; `local` for layers with a window where a model tells them apart.
+
+    `local_base` is the base of those where the file names none; None: the same as of the others.
+    """
     turned = b.facts.count("rope.dimension_count", key_dim)
     base = b.facts.real("rope.freq_base", 10000.0)
     if local:
         turned = b.facts.count("rope.dimension_count_swa", turned)
-        base = b.facts.real("rope.freq_base_swa", base)
+        base = b.facts.real("rope.freq_base_swa", base if local_base is None else local_base)
     if turned > key_dim:
         b.facts.fail("rope.dimension_count", turned, key_dim)
     made = b.rotaries.get((base, turned, local))
@@ -55,6 +58,7 @@ def attention(
     *,
     turn: bool = True,
     local: bool = False,
+    local_base: float | None = None,
     window: int | None = None,
     qk_norm: Literal["no", "head", "all", "optional"] = "no",
     scale: float | None = None,
@@ -75,7 +79,7 @@ def attention(
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         b.facts.fail("attention.head_count", (heads, kv_heads), "heads that KV heads divide")
     parts = _Parts(b, i, heads, kv_heads, key, value, gate)
-    turned = positions(b, key, local=local) if turn else None
+    turned = positions(b, key, local=local, local_base=local_base) if turn else None
     order = pair_order(b, key, turned)
     norms: dict[str, Norm | None] = {"q": None, "k": None}
     for part, n in (("q", heads), ("k", kv_heads))[: 2 if kv_layer is None else 1]:

@@ -24,6 +24,7 @@ def layer(b: Builder, i: int) -> Layer:
             i,
             window=window,
             local=window is not None and not second,
+            local_base=10_000.0,
             qk_norm="no" if second else "head",
             scale=query_scale(b),
             soft_cap=cap(b, "attn_logit_softcapping", 50.0 if second else 0),

@@ -29,6 +29,7 @@ def layer(b: Builder, i: int) -> Layer:
             i,
             window=window[i],
             local=window[i] is not None,
+            local_base=10_000.0,
             qk_norm="head",
             scale=1.0,
             v_norm=Norm(b.eps),
