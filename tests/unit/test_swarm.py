@@ -216,3 +216,9 @@ def test_two_greedy_agents_with_one_task_cost_one(plain: Engine) -> None:
     assert swarm.cards[0].text == swarm.cards[1].text != ""
     assert {card.state for card in swarm.cards} == {CardState.DONE}
     assert swarm.summary().tokens == 9
+
+
+def test_a_swarm_that_ended_leaves_nothing_on_the_engine(plain: Engine) -> None:
+    for _ in range(4):
+        follow(Swarm(QUESTION, specialists(2), SAMPLING), plain)
+    assert len(plain._loop.step_starters) <= 1  # the last one's leaves with the next step

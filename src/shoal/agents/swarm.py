@@ -226,6 +226,7 @@ class Swarm:
                     if event.kind is EventKind.ENDED and event.node is not None and event.outcome is not None:
                         self._node_ended(event.node, event.outcome)
         finally:
+            engine.detach()
             for card in self.everyone:
                 if not card.finished:
                     card.state = CardState.ABORTED
