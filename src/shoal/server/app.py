@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from shoal import __version__
 from shoal.errors import ShoalError
+from shoal.server.body import BodyRoute
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request, from_shoal, from_validation
 from shoal.server.gate import Gate
@@ -87,6 +88,7 @@ def create_app(
         await hub.close()
 
     app = FastAPI(title="shoal", version=__version__, lifespan=life, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app.router.route_class = BodyRoute
     _generation_routes(app, api)
     _model_routes(app, api)
     _watch_routes(app, api)
