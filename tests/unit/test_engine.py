@@ -447,7 +447,7 @@ def test_state_goes_on_in_another_engine(tmp_path: Path) -> None:
         engine.suspend()
         engine.save(tmp_path / "state")
         engine.save(tmp_path / "state")
-    assert len(list((tmp_path / "state").iterdir())) == 2
+    assert len(list((tmp_path / "state").iterdir())) == 1
     from shoal.engine.state import restore
 
     with toy_engine() as engine:
@@ -470,7 +470,7 @@ def test_broken_state_is_refused_by_name(tmp_path: Path) -> None:
             engine.save(tmp_path / "file" / "s")
     with Engine(lambda: FakeRunner(vocab_size=300), ByteTokenizer()) as other, pytest.raises(UnsupportedModelError):
         restore(other, tmp_path / "s")
-    (tmp_path / "s" / "state.json").write_text("{")
+    (tmp_path / "s" / "state.safetensors").write_text("{")
     with toy_engine() as engine, pytest.raises(ModelFormatError, match="broken"):
         restore(engine, tmp_path / "s")
 

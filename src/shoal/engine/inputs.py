@@ -55,6 +55,18 @@ class PreparedRequest:
         return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint)
 
 
+def refuse_arrival(request: Request) -> None:
+    """Refuse a request that asks for a later arrival where nothing waits for that."""
+    if request.arrival_s:
+        raise InvalidRequestError(
+            f"arrival_s is {request.arrival_s:g}",
+            param="arrival_s",
+            value=request.arrival_s,
+            limit=0,
+            hint="only `run` delays arrivals: give the request to it, or submit it when its time has come",
+        )
+
+
 class InputProcessor:
     """Turns requests into `PreparedRequest` ones for one model. Thread-safe; holds no request."""
 

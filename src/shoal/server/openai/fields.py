@@ -139,11 +139,14 @@ class Sampled(Common):
     stop_token_ids: Listed[Annotated[int, Field(ge=0, le=2**31)]] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise contradiction("stream_options", "needs stream to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise contradiction("prompt_logprobs", "come with whole answers: leave stream out")
         return self
 
     def sampling(self) -> dict[str, Any]:

@@ -35,16 +35,16 @@ class TextLogprobs:
     A character of several tokens begins at the first of them, and counts behind the last.
     """
 
-    def __init__(self, codec: Codec, offset: int = 0) -> None:
-        """`offset` is where in the text the first token begins."""
+    def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._offset = offset
+        self._offset = 0
         self._decoder = IncrementalDecoder()
 
-    def take(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The next tokens."""
+    def take(self, entries: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """The next tokens, behind `first`, a prompt's first token, which has no log-probability."""
         tokens, offsets, tops = [], [], []
-        for entry in entries:
+        begin = [] if first is None else [TokenLogprob(first, 0.0)]
+        for entry in [*begin, *entries]:
             data = self._codec.token_bytes(entry.token)
             tokens.append(_spelt(data))
             offsets.append(self._offset)
@@ -53,10 +53,24 @@ class TextLogprobs:
             tops.append(others or None)
         return {
             "tokens": tokens,
-            "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
+            "token_logprobs": [*(None for _ in begin), *(max(entry.logprob, LOWEST) for entry in entries)],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob], codec: Codec, count: int) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM has them: by token id, of each prompt token but the first and the `count` likeliest."""
+    told: list[dict[str, Any] | None] = [None]
+    for entry in entries:
+        known = dict([*entry.top[:count], (entry.token, entry.logprob)])
+        told.append(
+            {
+                str(token): {"logprob": max(logprob, LOWEST), "decoded_token": _spelt(codec.token_bytes(token))}
+                for token, logprob in known.items()
+            }
+        )
+    return told
 
 
 def _spelt(data: bytes) -> str:

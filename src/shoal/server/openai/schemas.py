@@ -189,6 +189,13 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     suffix: None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise contradiction("max_tokens", "is 0: only with echo or prompt_logprobs")
+        return self
 
 
 class TokenizeRequest(Strict):
