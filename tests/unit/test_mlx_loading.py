@@ -18,14 +18,14 @@ from shoal import Engine, Request, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.loading import make_runner
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, ShoalError, UnsupportedModelError
-from shoal.models import Store
+from shoal.models import Store, oracle
+from shoal.models.families import describe
 from shoal.models.files import local_files
 from shoal.models.gguf import read_gguf
 from shoal.runners.base import Runner
 from shoal.runners.mlx.backend import on_apple_silicon
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.registry import LocalModel, choose_runner
-from tests.parity import reference
 from tests.support import tiny_gguf
 from tests.support.mlx_tiny import VOCAB, tiny_runner, write_tiny
 from tests.support.native_tiny import write_blocks
@@ -60,10 +60,10 @@ GGUFS: list[tuple[str, dict[str, Any]]] = [
 def test_a_gguf_computes_what_the_reference_computes(arch: str, fields: dict[str, Any], tmp_path: Path) -> None:
     path = tiny_gguf.write_tiny(tmp_path / "tiny.gguf", arch, **fields)
     tokens = np.random.default_rng(1).integers(0, tiny_gguf.VOCAB, 40).tolist()
-    exact = reference.logits(read_gguf(path), tokens)[-1:]
+    exact = oracle.logits(describe(read_gguf(path)), tokens)[-1:]
     runner = load(path)
     assert (runner.spec.architecture, runner.spec.context_length) == (arch, 512)
-    assert reference.mean_kl(exact, row_of(runner, tokens)[None]) < 1e-6
+    assert oracle.mean_kl(exact, row_of(runner, tokens)[None]) < 1e-6
     runner.close()
 
 

@@ -33,7 +33,6 @@ class Family:
     to those of safetensors, both on top of what most families share; `defaults` are config.json's values where it
     leaves a key out. `pairs` are for (GGUF, safetensors). `norms_plus_one`: safetensors store norms around zero.
     `transposed`: tensors, by GGUF's names, that safetensors hold as [.., inputs, outputs].
-    `transposed` are tensors of GGUF that safetensors hold as [.., inputs, outputs].
     """
 
     name: str
