@@ -20,7 +20,8 @@ from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.equality import run
 from tests.parity.schedules import Job, run_alone, run_together
 from tests.support.native_tiny import isas, open_tiny, tiny_native
-from tests.support.tiny_models import MODELS, VOCAB, some_tokens, write_model
+from tests.support.tiny_models import MODELS, some_tokens, write_model
+from tests.support.tiny_writer import VOCAB
 
 ISAS = isas()
 EACH = ("qwen35moe", "granitehybrid-mixture", "lfm2", "gemma3", "gpt-oss", "olmo3", "gemma2")
