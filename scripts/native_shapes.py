@@ -1,7 +1,7 @@
 """Write a GGUF of random weights in the shape of a published model, with fewer layers: for `scripts/native_bench.py`.
 
-`python scripts/native_shapes.py qwen3moe PATH` is Qwen3-30B-A3B's shape, `qwen35` that of a Qwen3.5 hybrid of 4B. Matrices are
-Q4_K, the head Q6_K, as in most published files.
+`python scripts/native_shapes.py qwen3moe PATH` is Qwen3-30B-A3B's shape, `qwen35` that of a Qwen3.5 hybrid of 4B.
+Matrices are Q4_K, the head Q6_K, as in most published files.
 """
 
 from __future__ import annotations
