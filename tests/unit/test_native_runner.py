@@ -6,12 +6,14 @@ import math
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
 
 from shoal.config import EngineConfig
 from shoal.engine.loading import choose_runner
@@ -19,6 +21,7 @@ from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerErro
 from shoal.models.files import local_files
 from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
 from shoal.runners.native import describe, pack, runner
+from shoal.runners.native.core import load_core
 from shoal.runners.native.runner import KvPrecision, NativeRunner, packed_path
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.native_tiny import isas, open_tiny, random_blocks, write_blocks
@@ -51,37 +54,56 @@ def run(made: NativeRunner, *items: ScheduledSequence, **fields: Any) -> Any:
 # -- packing ---------------------------------------------------------------------------------------------------------
 
 
-def unpack(packed: Any, form: pack.Form, n: int, k: int) -> Any:
-    """The layout read by its drawing in kernels.h."""
-    out = np.empty((n, k))
-    scale = np.float32 if form.wide_scales else np.float16
-    code_bytes, parts = 32 * 16 * form.codes // 8, 32 // form.group
-    for row in range(n):
-        for g in range(k // 32):
-            at = packed[row // 32, g].tobytes()
-            half, lane = row % 32 // 16, row % 16
-            codes = at[half * code_bytes : (half + 1) * code_bytes]
-            scales = np.frombuffer(at[2 * code_bytes :], scale).reshape(-1, 32).astype(np.float64)
-            for i in range(32):
-                if form.codes == 4:
-                    byte = codes[i // 8 * 64 + lane * 4 + i % 4]
-                    code = byte & 15 if i % 8 < 4 else byte >> 4
-                else:
-                    code = codes[i // 4 * 64 + lane * 4 + i % 4]
-                offset = 0 if form.has_min else 2**form.offset_log2
-                minimum = scales[parts, row % 32] if form.has_min else 0.0
-                out[row, g * 32 + i] = scales[i // form.group, row % 32] * (code - offset) + minimum
-    return out
+@pytest.mark.parametrize("kind", sorted(pack.FORMS))
+@pytest.mark.parametrize("shape", [(40, 512), (3, 33, 256)])
+def test_packing_keeps_every_weight(kind: str, shape: tuple[int, ...]) -> None:
+    """Random bits, so infinite and undefined scales too; matrices of experts one after the other."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(3).integers(0, 256, math.prod(shape) // block * size, dtype=np.uint8)
+    tensor = GgufTensor("w", kind, shape, raw)
+    entry, total = pack.entry_of(tensor, 0)
+    packed = pack.packed_bytes(tensor)
+    assert packed.nbytes == total
+    values = np.empty((math.prod(shape[:-2]), -(-shape[-2] // 32) * 32, shape[-1]), np.float32)
+    for row, out in enumerate(values.reshape(-1, shape[-1])):
+        load_core().unpack(asdict(entry), packed, row, out)
+    assert np.array_equal(values[:, : shape[-2]].reshape(shape), tensor.dequantize(), equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
-def test_packing_keeps_every_weight(kind: str) -> None:
-    raw = random_blocks(np.random.default_rng(3), kind, 40, 256)
-    tensor = GgufTensor("w", kind, (40, 256), raw.reshape(-1))
-    packed = np.concatenate(list(pack.packed_slabs(tensor)))
-    assert packed.nbytes == 2 * pack.FORMS[kind].strip_bytes(256)
-    values = unpack(packed, pack.FORMS[kind], 40, 256)
-    np.testing.assert_allclose(values, tensor.dequantize(), rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("kind", [k for k in pack.FORMS if k != "Q3_K" and not k.startswith(("IQ1", "IQ2", "IQ3"))])
+def test_packed_files_are_hardly_larger_than_their_source(kind: str) -> None:
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    tensor = GgufTensor("w", kind, (64, 512), np.zeros(64 * 512 // block * size, np.uint8))
+    assert pack.entry_of(tensor, 0)[1] <= 1.02 * tensor.data.nbytes
+
+
+def test_rows_go_where_the_order_says() -> None:
+    raw = random_blocks(np.random.default_rng(3), "Q4_K", 40, 256)
+    order = np.random.default_rng(4).permutation(40)
+    moved = GgufTensor("w", "Q4_K", (40, 256), raw[order].reshape(-1))
+    packed = pack.packed_bytes(GgufTensor("w", "Q4_K", (40, 256), raw.reshape(-1)), order)
+    assert np.array_equal(packed, pack.packed_bytes(moved))
+
+
+def test_the_extension_packs_nothing_beyond_its_arrays() -> None:
+    core = load_core()
+    tensor = GgufTensor("w", "Q4_0", (32, 64), np.zeros(32 * 36, np.uint8))
+    entry, size = asdict(pack.entry_of(tensor, 0)[0]), pack.entry_of(tensor, 0)[1]
+    order, out = np.arange(32), np.zeros(size, np.uint8)
+    core.pack(entry, "Q4_0", tensor.data, order, 0, 1, out)
+    for arguments in (
+        (entry, "Q4_1", tensor.data, order, 0, 1, out),
+        (entry, "Q4_0", tensor.data[:-1], order, 0, 1, out),
+        (entry, "Q4_0", tensor.data, order + 1, 0, 1, out),
+        (entry, "Q4_0", tensor.data, order[:-1], 0, 1, out),
+        (entry, "Q4_0", tensor.data, None, 0, 2, out),
+        (entry, "Q4_0", tensor.data, None, 1, 1, out),
+        (entry, "Q4_0", tensor.data, None, -1, 1, out),
+        (entry, "abacus", tensor.data, None, 0, 1, out),
+        (entry | {"codes": 9}, "Q4_0", tensor.data, None, 0, 1, out),
+    ):
+        with pytest.raises(core.FormatError):
+            core.pack(*arguments)
 
 
 def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +113,7 @@ def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: py
     assert not list(blocks.parent.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 100, b"shoalpk1" + (32).to_bytes(8, "little") + b"{}              "])
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 100, b"shoalpk2" + (64).to_bytes(8, "little") * 2 + b"{}".ljust(40)])
 def test_a_damaged_packed_file_is_made_again(tmp_path: Path, damage: bytes) -> None:
     path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
     open_tiny(path).close()
@@ -103,6 +125,24 @@ def test_a_damaged_packed_file_is_made_again(tmp_path: Path, damage: bytes) -> N
     packed.write_bytes(whole[:-64])
     open_tiny(path).close()
     assert packed.read_bytes() == whole
+    for at in (30, len(whole) // 2, len(whole) - 1):  # one bit of the header, or of the weights
+        packed.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        open_tiny(path).close()
+        assert packed.read_bytes() == whole
+
+
+def test_what_earlier_versions_and_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
+    packed = packed_path(local_files("tiny", path), tmp_path)
+    old = packed.with_name(packed.name.replace(f"native-{pack.LAYOUT_VERSION}", "native-3"))
+    stale, fresh = (packed.with_name(f"{packed.name}{name}.tmp") for name in ("stale", "fresh"))
+    for left in (old, stale, fresh):
+        left.write_text("")
+    os.utime(stale, (0, 0))
+    open_tiny(path).close()
+    assert not old.exists()
+    assert not stale.exists()
+    assert fresh.exists()
 
 
 def test_an_unwritable_cache_is_a_store_error(blocks: Path, tmp_path: Path) -> None:
@@ -125,8 +165,8 @@ def test_supports_says_why_not(blocks: Path) -> None:
     assert "architecture" in str(describe.supports(changed(model, architecture="gemma")))
     assert "head size" in str(describe.supports(changed(model, head_dim=80)))
     tensors = dict(model.tensors)
-    tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="IQ4_XS")
-    assert "IQ4_XS" in str(describe.supports(changed(model, tensors=tensors)))
+    tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="TQ1_0")
+    assert "TQ1_0" in str(describe.supports(changed(model, tensors=tensors)))
     assert "unknown" in str(
         describe.supports(changed(model, tensors={**model.tensors, "blk.0.odd": tensors["output_norm.weight"]}))
     )
@@ -152,8 +192,8 @@ def test_a_tensor_that_does_not_fit_the_metadata_is_refused(blocks: Path, shape:
 
 
 def test_a_type_without_a_kernel_is_refused() -> None:
-    tensor = GgufTensor("w", "IQ2_XS", (32, 256), np.zeros(1, np.uint8))
-    with pytest.raises(UnsupportedModelError, match="IQ2_XS"):
+    tensor = GgufTensor("w", "TQ1_0", (32, 256), np.zeros(1, np.uint8))
+    with pytest.raises(UnsupportedModelError, match="TQ1_0"):
         pack.entry_of(tensor, 0)
 
 
@@ -161,8 +201,8 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
     made = open_tiny(blocks)
     made.close()
     path = packed_path(local_files("tiny", blocks), blocks.parent)
-    core = runner.load_core()
-    facts, entries = pack.read_header(path)
+    core = load_core()
+    facts, entries, start, pieces = pack.read_header(path)
     config = {k: v for k, v in facts.items() if k not in ("name", "architecture")} | {
         "blocks": 4,
         "threads": 1,
@@ -170,9 +210,9 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
         "pin": False,
         "isa": "auto",
     }
-    core.Core(config, str(path), entries)
+    core.Core(config, str(path), start, entries, pieces)
     outside = [e | {"offset": 1 << 40} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
-    odd = [e | {"group": 7} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
+    odd = [e | {"scales": 7} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
     for bad_config, bad_entries, reason in (
         (config, outside, "outside"),
         (config, odd, "no kernel"),
@@ -184,7 +224,7 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
         (config | {"isa": "abacus"}, entries, "abacus"),
     ):
         with pytest.raises(core.FormatError, match=reason):
-            core.Core(bad_config, str(path), bad_entries)
+            core.Core(bad_config, str(path), start, bad_entries, pieces)
 
 
 def test_bad_settings_are_typed_errors(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,19 +350,9 @@ def test_what_is_not_finite_stays_in_its_sequence(blocks: Path, isa: str, kv: Kv
 
 def test_ties_go_to_the_lowest_token(tmp_path: Path) -> None:
     """With output weights all zero every logit is zero."""
-    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
-    made = open_tiny(path)
-    made.close()
-    packed = packed_path(local_files("tiny", path), tmp_path)
-    facts, entries = pack.read_header(packed)
-    (head,) = (e for e in entries if e["name"] == "output.weight")
-    raw = bytearray(packed.read_bytes())
-    size = math.ceil(head["n"] / 32) * pack.FORMS["Q8_0"].strip_bytes(head["k"])
-    raw[head["offset"] : head["offset"] + size] = bytes(size)
-    packed.write_bytes(raw)
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1, zero="output.weight")
     made = open_tiny(path, threads=3)
     assert made.execute(StepPlan(0, (item([5, 6], 0, (0,), Want.ARGMAX),))).argmax == {1: (0,)}
-    assert facts["vocab"] == 130
 
 
 def test_two_runners_in_one_process_do_not_meet(blocks: Path) -> None:

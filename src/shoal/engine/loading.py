@@ -135,7 +135,8 @@ def import_mlx(module: str) -> Any:
 
 
 def _why_not_native(config: EngineConfig, files: ModelFiles | None, gguf: GgufModel | None) -> str | None:
-    from shoal.runners.native.runner import load_core, supports
+    from shoal.runners.native.core import load_core
+    from shoal.runners.native.runner import supports
 
     if config.precision != "auto":
         return f"precision {config.precision} was asked for"

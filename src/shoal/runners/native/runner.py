@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 from collections.abc import Sequence
 from operator import itemgetter
@@ -17,6 +17,7 @@ from shoal.models.files import ModelFiles
 from shoal.models.gguf import GgufModel, read_gguf
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
+from shoal.runners.native.core import load_core
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 
 KvPrecision: TypeAlias = Literal["auto", "bf16", "u8"]
@@ -26,17 +27,6 @@ MAX_CHAIN = 16
 MAX_TOP = 128  # a longer list is kept in order by the kernels more slowly than numpy finds it
 _WANTS = {Want.NOTHING: 0, Want.ARGMAX: 1, Want.LOGITS: 2, Want.TOP: 3}
 _ROWS = 64  # rows of logits that the estimate of a step's memory counts
-
-
-def load_core() -> Any:
-    """The compiled extension. `BackendError` when this installation has none."""
-    try:
-        return importlib.import_module("shoal.runners.native._core")
-    except ImportError as error:
-        raise BackendError(
-            f"the native kernels are not built ({error})",
-            hint="install a C++ compiler and reinstall shoal, or use runner='openvino'",
-        ) from error
 
 
 def supports(files: ModelFiles, gguf: GgufModel | None = None) -> str | None:
@@ -89,17 +79,21 @@ class NativeRunner:
         core = load_core()
         path = packed_path(files, cache_dir)
         try:
-            facts, entries = pack.read_header(path)
+            packed = pack.read_header(path)
         except ModelFormatError:
-            write_packed(files, path)
-            facts, entries = pack.read_header(path)
-        spec = _spec(core, facts, path, kv_bytes, memory_bytes, kv_precision, max_step_tokens)
-        config = {name: value for name, value in facts.items() if name not in ("name", "architecture")}
+            packed = _pack_again(files, path)
+        spec = _spec(core, packed.facts, path, kv_bytes, memory_bytes, kv_precision, max_step_tokens)
+        config = {name: value for name, value in packed.facts.items() if name not in ("name", "architecture")}
         config |= {"blocks": spec.num_blocks, "kv_bits": _kv_bits(kv_precision), "threads": threads or core.cpus()}
         config["pin"] = pin_threads
         config["isa"] = isa = os.environ.get("SHOAL_ISA", "auto")
         try:
-            return cls(core.Core(config, str(path), entries), spec)
+            try:
+                made = core.Core(config, str(path), packed.start, packed.tensors, packed.pieces)
+            except core.DamagedError:
+                packed = _pack_again(files, path)
+                made = core.Core(config, str(path), packed.start, packed.tensors, packed.pieces)
+            return cls(made, spec)
         except core.FormatError as error:
             raise ModelFormatError(f"{path}: {error}", value=isa, hint="check SHOAL_ISA, or delete the file") from error
         except (MemoryError, RuntimeError) as error:
@@ -169,6 +163,17 @@ class NativeRunner:
 def packed_path(files: ModelFiles, cache_dir: Path) -> Path:
     """Where the packed form of a model lies. One layout serves all instruction sets."""
     return cache_dir / f"{files.key}.native-{pack.LAYOUT_VERSION}.pack"
+
+
+def _pack_again(files: ModelFiles, path: Path) -> pack.Packed:
+    """Pack, and remove what earlier versions of this package packed of the same model."""
+    write_packed(files, path)
+    for old in path.parent.glob(f"{files.key}.native-*.pack"):
+        version = old.name.removeprefix(f"{files.key}.native-").removesuffix(".pack")
+        if version.isdecimal() and int(version) < pack.LAYOUT_VERSION:
+            with contextlib.suppress(OSError):
+                old.unlink()
+    return pack.read_header(path)
 
 
 def write_packed(files: ModelFiles, path: Path) -> None:

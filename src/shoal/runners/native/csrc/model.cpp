@@ -28,13 +28,6 @@ Pages::~Pages() {
     if (base_) munmap(base_, mapped_);
 }
 
-size_t strip_bytes(const Matrix& w) {
-    const size_t k = size_t(w.k);
-    if (w.codes == Codes::kHalf || w.codes == Codes::kBf16) return k * kStrip * 2;
-    const size_t scales = k / size_t(w.group) * kStrip * (w.wide_scales ? 4 : 2);
-    return k * kStrip / (w.codes == Codes::kFour ? 2 : 1) + scales * (w.has_min ? 2 : 1);
-}
-
 namespace {
 
 class Loader {
@@ -50,17 +43,9 @@ class Loader {
     }
     Matrix matrix(const std::string& name, int n, int k) const {
         const Entry& e = *find(name, false);
-        Matrix w;
-        w.n = n, w.k = k, w.strips = (n + kStrip - 1) / kStrip;
-        w.codes = Codes(e.codes), w.has_min = e.has_min, w.wide_scales = e.wide_scales, w.group = e.group, w.offset_log2 = e.offset_log2;
-        if (e.n != n || e.k != k || k % kGroup) fail(name, "is " + std::to_string(e.n) + " x " + std::to_string(e.k) + ", not " + std::to_string(n) + " x " + std::to_string(k));
-        const bool dense = e.codes == 16 || e.codes == 17, coded = e.codes == 4 || e.codes == 8;
-        const bool halves = e.group == 16 && e.codes == 8 && !e.has_min && e.wide_scales;
-        const bool symmetric = !e.has_min && e.group == 32 && !e.wide_scales, asymmetric = e.has_min && e.group == 32;
-        if (!dense && !(coded && (halves || symmetric || asymmetric))) fail(name, "has no kernel");
-        if (!dense && !e.has_min && (e.offset_log2 < 0 || e.offset_log2 > 7)) fail(name, "has a bad offset");
-        w.strip_bytes = strip_bytes(w);
-        w.data = range(e, w.strip_bytes * size_t(w.strips));
+        Matrix w = form_of(e);
+        if (e.n != n || e.k != k) fail(name, "is " + std::to_string(e.n) + " x " + std::to_string(e.k) + ", not " + std::to_string(n) + " x " + std::to_string(k));
+        w.data = range(e, w.strip_bytes * size_t(w.strips) * size_t(w.count));
         w.bias = vector(name.substr(0, name.size() - 6) + "bias", w.strips * kStrip, true);
         return w;
     }
@@ -82,16 +67,6 @@ class Loader {
     std::map<std::string, Entry> entries_;
 };
 
-Pages read_file(const std::string& path) {
-    std::unique_ptr<FILE, int (*)(FILE*)> file(fopen(path.c_str(), "rb"), fclose);
-    if (!file || fseek(file.get(), 0, SEEK_END) != 0) throw FormatError(path + " cannot be read");
-    const long size = ftell(file.get());
-    rewind(file.get());
-    Pages pages(size_t(size > 0 ? size : 0));
-    if (size <= 0 || fread(pages.data(), 1, size_t(size), file.get()) != size_t(size)) throw FormatError(path + " cannot be read");
-    return pages;
-}
-
 void check_config(const Config& c) {
     const bool positive = c.layers > 0 && c.embd > 0 && c.heads > 0 && c.kv_heads > 0 && c.dim > 0 && c.ff > 0 && c.vocab > 0 &&
                           c.context > 0 && c.blocks > 0 && c.threads > 0 && c.rope_dim > 0;
@@ -104,40 +79,12 @@ void check_config(const Config& c) {
 
 }  // namespace
 
-void unpack_row(const Matrix& w, int row, float* out) {
-    const int lane = row % kStrip;
-    const uint8_t* data = w.data + size_t(row / kStrip) * w.strip_bytes;
-    if (w.codes == Codes::kHalf || w.codes == Codes::kBf16) {
-        const uint16_t* p = reinterpret_cast<const uint16_t*>(data) + lane;
-        for (int k = 0; k < w.k; k++) {
-            const uint16_t x = p[k * kStrip];
-            out[k] = w.codes == Codes::kHalf ? from_half(x) : float_of(uint32_t(x) << 16);
-        }
-        return;
-    }
-    const bool four = w.codes == Codes::kFour;
-    const size_t code_bytes = four ? 256 : 512, share = w.strip_bytes / size_t(w.k / kGroup);
-    for (int g = 0; g < w.k / kGroup; g++) {
-        const uint8_t *codes = data + size_t(g) * share + size_t(lane / 16) * code_bytes, *scales = data + size_t(g) * share + 2 * code_bytes;
-        const auto scale = [&](int i) {
-            if (!w.wide_scales) return from_half(reinterpret_cast<const uint16_t*>(scales)[i]);
-            return reinterpret_cast<const float*>(scales)[i];
-        };
-        for (int i = 0; i < kGroup; i++) {
-            const int quad = lane % 16 * 4 + i % 4;
-            const int code = four ? codes[i / 8 * 64 + quad] >> (i % 8 < 4 ? 0 : 4) & 15 : codes[i / 4 * 64 + quad];
-            const float d = scale(i / w.group * kStrip + lane), m = w.has_min ? scale(kStrip + lane) : 0.f;
-            out[g * kGroup + i] = d * float(code - (w.has_min ? 0 : 1 << w.offset_log2)) + m;
-        }
-    }
-}
-
-Model::Model(Config config, const std::string& path, const std::vector<Entry>& entries) : config_(std::move(config)) {
+Model::Model(Config config, const Packed& packed) : config_(std::move(config)) {
     const Config& c = config_;
     check_config(c);
     kernels_ = choose_kernels(c.isa);
-    weights_ = read_file(path);
-    const Loader load(weights_, entries);
+    weights_ = read_packed(packed, c.threads);
+    const Loader load(weights_, packed.entries);
     const int q_width = c.heads * c.dim, kv_width = c.kv_heads * c.dim;
     for (int i = 0; i < c.layers; i++) {
         const std::string at = "blk." + std::to_string(i) + ".";
@@ -153,13 +100,13 @@ Model::Model(Config config, const std::string& path, const std::vector<Entry>& e
         l.gate = load.matrix(at + "ffn_gate.weight", c.ff, c.embd);
         l.up = load.matrix(at + "ffn_up.weight", c.ff, c.embd);
         l.down = load.matrix(at + "ffn_down.weight", c.embd, c.ff);
-        for (const Matrix* w : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) dense_ |= int(w->codes) >= 16;
+        for (const Matrix* w : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) dense_ |= is_dense(w->codes);
         layers_.push_back(l);
     }
     output_norm_ = load.vector("output_norm.weight", c.embd);
     embedding_ = load.matrix("token_embd.weight", c.vocab, c.embd);
     head_ = load.has("output.weight") ? load.matrix("output.weight", c.vocab, c.embd) : embedding_;
-    dense_ |= int(head_.codes) >= 16;
+    dense_ |= is_dense(head_.codes);
     kv_pages_ = Pages(block_bytes(c) * size_t(c.blocks));
     written_.resize(size_t(c.blocks)), claimed_.resize(size_t(c.blocks));
     pool_ = std::make_unique<Pool>(c.threads, c.pin);
