@@ -1,8 +1,8 @@
 """GGUF files of random weights in the shapes and formats that people run: speed is measured without a download.
 
 A file has the sizes of the real model, in the mixture of types that `llama-quantize` gives it, and random codes and
-scales: speed depends on nothing else. Its vocabulary is a byte-level BPE of the right size whose tokens are made up. What
-such a model says means nothing, so fidelity is measured on real files only.
+scales: speed depends on nothing else. Its vocabulary is a byte-level BPE of the right size whose tokens are made up.
+What such a model says means nothing, so fidelity is measured on real files only.
 """
 
 from __future__ import annotations

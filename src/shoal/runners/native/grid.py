@@ -1,8 +1,8 @@
 """Types whose weights are looked up in grids of eight or four (IQ1, IQ2, IQ3), as codes of 4 bits into a table of 16.
 
 Each such weight is d * sc * unit * v: d of 256 weights, sc an odd number below 32 of 16 weights, v one of at most 16
-whole numbers. The grids themselves are the `gguf` package's: it gives the values of a block whose d is one, and v is what
-is left of them.
+whole numbers. The grids themselves are the `gguf` package's: it gives the values of a block whose d is one, and v is
+what is left of them.
 """
 
 from __future__ import annotations

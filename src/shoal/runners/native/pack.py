@@ -1,8 +1,8 @@
 """GGUF tensors to the layouts that the kernels read, once; kept in the cache directory as one file.
 
-The file is JSON in a header, then the tensors, each on a boundary of 64 bytes. `csrc/kernels.h` draws the layouts. Every
-weight keeps its exact value: codes are moved, and scales that nest stay nested. Header and data have a hash each (of the
-data, one a piece), and loading checks all of them.
+The file is JSON in a header, then the tensors, each on a boundary of 64 bytes. `csrc/kernels.h` draws the layouts.
+Every weight keeps its exact value: codes are moved, and scales that nest stay nested. Header and data have a hash each
+(of the data, one a piece), and loading checks all of them.
 """
 
 from __future__ import annotations
