@@ -157,7 +157,8 @@ class CoreMachine(RuleBasedStateMachine):
         )
         name = self.submit(request)
         if name is not None:
-            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits, self.states)
+            room = self.loop.inputs.spec.kv_capacity - len(prompt)
+            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits, self.states)[:room]
 
     @rule(trunk=st.sampled_from(TRUNKS[1:]))
     @precondition(lambda self: len(self.pins) < 1)
@@ -203,7 +204,7 @@ class CoreMachine(RuleBasedStateMachine):
         name = f"r{len(self.events)}"
         self.events[name] = []
         written = self.loop.share(parent)
-        self.request_states[name] = self.loop.add(name, parent.prepared, self.events[name].append, written=written)
+        self.request_states[name] = self.loop.add(name, parent.prepared, self.events[name].append, before=written)
         self.expected[name] = self.expected[parent.request_id]
 
     @rule()

@@ -30,7 +30,7 @@ from shoal.errors import (
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepPlan
 from shoal.types import StepRecord
-from tests.helpers import toy_engine, toy_loop
+from tests.support.engines import toy_engine, toy_loop
 
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -83,13 +83,24 @@ def test_one_bad_request_leaves_the_others_alone() -> None:
     assert (report.results[1].error.value, report.results[1].error.limit) == (9999, 259)
 
 
+def test_max_tokens_beyond_the_kv_memory_ends_where_that_does() -> None:
+    with toy_engine(FakeRunner(num_blocks=4, context_length=300)) as engine:  # room for 128 tokens
+        for max_tokens, min_tokens in ((50, 0), (2**31, 0), (50, 40)):
+            sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, logit_bias={120: 100.0})
+            result = engine.submit(Request(prompt="x" * 104, sampling=sampling)).result()
+            assert (len(result.tokens), result.finish_reason) == (24, FinishReason.LENGTH)
+            # The second time all but the last block is there; the copy of the last would be a block too many.
+            assert result.cached_tokens in (0, 96)
+        assert len(engine.submit(Request(prompt="x" * 127)).result().tokens) == 1
+
+
 def test_requests_that_cannot_be_served_are_refused_by_name() -> None:
     runner = FakeRunner(num_blocks=4, context_length=300)
     with toy_engine(runner) as engine:
         with pytest.raises(PromptTooLongError, match="300 tokens and the model's context takes 299"):
             engine.submit(Request(prompt="x" * 300))
         with pytest.raises(KVBudgetError, match="raise kv_memory"):
-            engine.submit(Request(prompt="x" * 100, sampling=SamplingParams(max_tokens=50)))
+            engine.submit(Request(prompt="x" * 128))
         with pytest.raises(InvalidRequestError, match="stop_token_ids"):
             engine.submit(Request(prompt="x", sampling=SamplingParams(stop_token_ids=(5000,))))
         with pytest.raises(InvalidRequestError, match="logit_bias"):
@@ -303,7 +314,7 @@ def test_fan_out_computes_the_shared_part_once() -> None:
 def test_forks_share_everything_so_far_and_go_their_own_ways() -> None:
     sampling = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1, stop=("\x00\x00",))
     with toy_engine(FakeRunner(step_s=0.001)) as engine:
-        parent = engine.submit(Request(prompt="x" * 40, sampling=sampling))
+        parent = engine.submit(Request(prompt="x" * 104, sampling=sampling))
         events = iter(parent)
         for _ in range(10):
             next(events)
@@ -402,7 +413,7 @@ def test_state_goes_on_in_another_engine(tmp_path: Path) -> None:
         engine.suspend()
         engine.save(tmp_path / "state")
         engine.save(tmp_path / "state")
-    assert len(list((tmp_path / "state").iterdir())) == 2
+    assert len(list((tmp_path / "state").iterdir())) == 1
     from shoal.engine.state import restore
 
     with toy_engine() as engine:
@@ -425,7 +436,7 @@ def test_broken_state_is_refused_by_name(tmp_path: Path) -> None:
             engine.save(tmp_path / "file" / "s")
     with Engine(lambda: FakeRunner(vocab_size=300), ByteTokenizer()) as other, pytest.raises(UnsupportedModelError):
         restore(other, tmp_path / "s")
-    (tmp_path / "s" / "state.json").write_text("{")
+    (tmp_path / "s" / "state.safetensors").write_text("{")
     with toy_engine() as engine, pytest.raises(ModelFormatError, match="broken"):
         restore(engine, tmp_path / "s")
 

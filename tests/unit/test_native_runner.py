@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
 from shoal.config import EngineConfig
-from shoal.engine.loading import choose_runner
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, StoreError, UnsupportedModelError
+from shoal.models import families
+from shoal.models.decoder import Attention, Dense, Weight
 from shoal.models.files import local_files
 from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
-from shoal.runners.native import describe, pack, runner
+from shoal.runners.native import backend, describe, pack, runner
 from shoal.runners.native.core import load_core
 from shoal.runners.native.runner import KvPrecision, NativeRunner, packed_path
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.parity.native_tiny import isas, open_tiny, random_blocks, write_blocks
-from tests.parity.tiny import write_tiny
+from shoal.runners.registry import LocalModel, choose_runner
+from tests.support.native_tiny import isas, open_tiny, write_blocks
+from tests.support.tiny_gguf import write_tiny
 
 ISAS = isas()
 
@@ -54,53 +57,59 @@ def run(made: NativeRunner, *items: ScheduledSequence, **fields: Any) -> Any:
 # -- packing ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sorted(pack.FORMS))
-@pytest.mark.parametrize("shape", [(40, 512), (3, 33, 256)])
-def test_packing_keeps_every_weight(kind: str, shape: tuple[int, ...]) -> None:
-    """Random bits, so infinite and undefined scales too; matrices of experts one after the other."""
+def part_of(kind: str, shape: tuple[int, ...], data: Any) -> pack.Part:
+    return pack.Part("w", shape, Weight(GgufTensor("w", kind, shape, data), shape))
+
+
+def random_part(kind: str, shape: tuple[int, ...]) -> pack.Part:
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    raw = np.random.default_rng(3).integers(0, 256, math.prod(shape) // block * size, dtype=np.uint8)
-    tensor = GgufTensor("w", kind, shape, raw)
-    entry, total = pack.entry_of(tensor, 0)
-    packed = pack.packed_bytes(tensor)
+    data = np.random.default_rng(3).integers(0, 256, math.prod(shape) // block * size, dtype=np.uint8)
+    return part_of(kind, shape, data)
+
+
+@pytest.mark.parametrize("kind", sorted(pack.FORMS))
+def test_packing_keeps_every_weight(kind: str) -> None:
+    """Random bits, so infinite and undefined scales too."""
+    part = random_part(kind, (40, 512))
+    entry, total = pack.entry_of(part, 0)
+    packed = pack.packed_bytes(part)
     assert packed.nbytes == total
-    values = np.empty((math.prod(shape[:-2]), -(-shape[-2] // 32) * 32, shape[-1]), np.float32)
-    for row, out in enumerate(values.reshape(-1, shape[-1])):
+    values = np.empty((40, 512), np.float32)
+    for row, out in enumerate(values):
         load_core().unpack(asdict(entry), packed, row, out)
-    assert np.array_equal(values[:, : shape[-2]].reshape(shape), tensor.dequantize(), equal_nan=True)
+    assert isinstance(part.weight, Weight)
+    assert np.array_equal(values, part.weight.tensor.dequantize(), equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", [k for k in pack.FORMS if k != "Q3_K" and not k.startswith(("IQ1", "IQ2", "IQ3"))])
-def test_packed_files_are_hardly_larger_than_their_source(kind: str) -> None:
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    tensor = GgufTensor("w", kind, (64, 512), np.zeros(64 * 512 // block * size, np.uint8))
-    assert pack.entry_of(tensor, 0)[1] <= 1.02 * tensor.data.nbytes
+def test_packed_weights_are_hardly_larger_than_their_source(kind: str) -> None:
+    part = random_part(kind, (64, 512))
+    assert pack.entry_of(part, 0)[1] <= 1.02 * part.encoded().nbytes
 
 
-def test_rows_go_where_the_order_says() -> None:
-    raw = random_blocks(np.random.default_rng(3), "Q4_K", 40, 256)
-    order = np.random.default_rng(4).permutation(40)
-    moved = GgufTensor("w", "Q4_K", (40, 256), raw[order].reshape(-1))
-    packed = pack.packed_bytes(GgufTensor("w", "Q4_K", (40, 256), raw.reshape(-1)), order)
-    assert np.array_equal(packed, pack.packed_bytes(moved))
+def test_a_tensor_of_several_pieces_is_packed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("Q4_K", "IQ2_S"):
+        part = random_part(kind, (200, 256))
+        whole = pack.packed_bytes(part)
+        with monkeypatch.context() as patch:
+            patch.setattr(pack, "_PIECE", 10_000)
+            assert np.array_equal(pack.packed_bytes(part), whole)
 
 
 def test_the_extension_packs_nothing_beyond_its_arrays() -> None:
     core = load_core()
-    tensor = GgufTensor("w", "Q4_0", (32, 64), np.zeros(32 * 36, np.uint8))
-    entry, size = asdict(pack.entry_of(tensor, 0)[0]), pack.entry_of(tensor, 0)[1]
-    order, out = np.arange(32), np.zeros(size, np.uint8)
-    core.pack(entry, "Q4_0", tensor.data, order, 0, 1, out)
+    part = part_of("Q4_0", (32, 64), np.zeros(32 * 36, np.uint8))
+    entry, size = pack.entry_of(part, 0)
+    raw, out, fields = part.encoded().reshape(-1), np.zeros(size, np.uint8), asdict(entry)
+    core.pack(fields, "Q4_0", raw, 0, 1, out)
     for arguments in (
-        (entry, "Q4_1", tensor.data, order, 0, 1, out),
-        (entry, "Q4_0", tensor.data[:-1], order, 0, 1, out),
-        (entry, "Q4_0", tensor.data, order + 1, 0, 1, out),
-        (entry, "Q4_0", tensor.data, order[:-1], 0, 1, out),
-        (entry, "Q4_0", tensor.data, None, 0, 2, out),
-        (entry, "Q4_0", tensor.data, None, 1, 1, out),
-        (entry, "Q4_0", tensor.data, None, -1, 1, out),
-        (entry, "abacus", tensor.data, None, 0, 1, out),
-        (entry | {"codes": 9}, "Q4_0", tensor.data, None, 0, 1, out),
+        (fields, "Q4_1", raw, 0, 1, out),
+        (fields, "Q4_0", raw[:-1], 0, 1, out),
+        (fields, "Q4_0", raw, 0, 2, out),
+        (fields, "Q4_0", raw, 1, 1, out),
+        (fields, "Q4_0", raw, -1, 1, out),
+        (fields, "abacus", raw, 0, 1, out),
+        (fields | {"codes": 9}, "Q4_0", raw, 0, 1, out),
     ):
         with pytest.raises(core.FormatError):
             core.pack(*arguments)
@@ -159,18 +168,24 @@ def changed(model: GgufModel, **fields: Any) -> GgufModel:
     return GgufModel(**values | fields)
 
 
-def test_supports_says_why_not(blocks: Path) -> None:
-    model = read_gguf(blocks)
-    assert describe.supports(model) is None
-    assert "architecture" in str(describe.supports(changed(model, architecture="gemma")))
-    assert "head size" in str(describe.supports(changed(model, head_dim=80)))
-    tensors = dict(model.tensors)
+def test_refuses_says_why_not(blocks: Path) -> None:
+    gguf = read_gguf(blocks)
+    model = families.describe(gguf)
+    assert describe.refuses(model) is None
+    layer = model.layers[0]
+    assert isinstance(layer.mixer, Attention)
+    narrow = replace(layer, mixer=replace(layer.mixer, key_dim=80))
+    assert "head size 80" in str(describe.refuses(replace(model, layers=(narrow,))))
+    assert isinstance(layer.feed_forward, Dense)
+    exact = replace(layer, feed_forward=replace(layer.feed_forward, activation="gelu"))
+    assert "gelu" in str(describe.refuses(replace(model, layers=(exact,))))
+    assert "attention" in str(describe.refuses(replace(model, layers=(replace(layer, mixer=None),))))
+    tensors = dict(gguf.tensors)
     tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="TQ1_0")
-    assert "TQ1_0" in str(describe.supports(changed(model, tensors=tensors)))
-    assert "unknown" in str(
-        describe.supports(changed(model, tensors={**model.tensors, "blk.0.odd": tensors["output_norm.weight"]}))
-    )
-    assert runner.supports(local_files("m", blocks)) is None
+    assert "TQ1_0" in str(describe.refuses(families.describe(changed(gguf, tensors=tensors))))
+    model_of = partial(LocalModel, local_files("m", blocks))
+    assert backend.refuses(model_of(gguf), EngineConfig()) is None
+    assert "abacus" in str(backend.refuses(model_of(changed(gguf, architecture="abacus")), EngineConfig()))
 
 
 def test_a_model_of_another_kind_is_left_to_another_runner(tmp_path: Path) -> None:
@@ -179,22 +194,11 @@ def test_a_model_of_another_kind_is_left_to_another_runner(tmp_path: Path) -> No
         open_tiny(path)
 
 
-@pytest.mark.parametrize("shape", [(4, 64), (256, 64), (128, 256)])
-def test_a_tensor_that_does_not_fit_the_metadata_is_refused(blocks: Path, shape: tuple[int, ...]) -> None:
-    model = read_gguf(blocks)
-    tensors = dict(model.tensors)
-    tensors["blk.1.ffn_up.weight"] = replace(tensors["blk.1.ffn_up.weight"], shape=shape)
-    with pytest.raises(ModelFormatError, match="wrong shape"):
-        describe.tensors_of(changed(model, tensors=tensors))
-    del tensors["blk.1.ffn_up.weight"]
-    with pytest.raises(ModelFormatError, match="missing"):
-        describe.tensors_of(changed(model, tensors=tensors))
-
-
 def test_a_type_without_a_kernel_is_refused() -> None:
-    tensor = GgufTensor("w", "TQ1_0", (32, 256), np.zeros(1, np.uint8))
     with pytest.raises(UnsupportedModelError, match="TQ1_0"):
-        pack.entry_of(tensor, 0)
+        pack.entry_of(part_of("TQ1_0", (32, 256), np.zeros(1, np.uint8)), 0)
+    with pytest.raises(UnsupportedModelError, match="Q4_K"):
+        pack.entry_of(part_of("Q4_K", (32, 288), np.zeros(1, np.uint8)), 0)
 
 
 def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
@@ -203,28 +207,40 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
     path = packed_path(local_files("tiny", blocks), blocks.parent)
     core = load_core()
     facts, entries, start, pieces = pack.read_header(path)
-    config = {k: v for k, v in facts.items() if k not in ("name", "architecture")} | {
-        "blocks": 4,
-        "threads": 1,
-        "kv_bits": 16,
-        "pin": False,
-        "isa": "auto",
-    }
-    core.Core(config, str(path), start, entries, pieces)
-    outside = [e | {"offset": 1 << 40} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
-    odd = [e | {"scales": 7} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
-    for bad_config, bad_entries, reason in (
-        (config, outside, "outside"),
-        (config, odd, "no kernel"),
-        (config, entries[:-1], "missing"),
-        (config | {"embd": 128}, entries, "not"),
-        (config | {"heads": 3}, entries, "fit"),
-        (config | {"layers": -1}, entries, "range"),
-        (config | {"kv_bits": 4}, entries, "fit"),
-        (config | {"isa": "abacus"}, entries, "abacus"),
+    facts["kv_bits"] = 16
+    settings = {"blocks": 4, "checkpoints": 0, "threads": 1, "pin": False, "isa": "auto"}
+    core.Core(facts, settings, str(path), start, entries, pieces)
+    k = "layers.0.mixer.k.weight"
+    outside = [e | {"offset": 1 << 40} if e["name"] == k else e for e in entries]
+    odd = [e | {"scales": 7} if e["name"] == k else e for e in entries]
+
+    def layer(**changes: Any) -> dict[str, Any]:
+        return facts | {"layers": [facts["layers"][0] | changes, *facts["layers"][1:]]}
+
+    for bad_facts, bad_settings, bad_entries, reason in (
+        (facts, settings, outside, "outside"),
+        (facts, settings, odd, "no kernel"),
+        (facts, settings, entries[:-1], "missing"),
+        (facts | {"embd": 128}, settings, entries, "not"),
+        (facts | {"embd": "many"}, settings, entries, "embd"),
+        (facts | {"layers": []}, settings, entries, "range"),
+        (facts | {"layers": [7]}, settings, entries, "layers"),
+        (facts | {"kv_bits": 4}, settings, entries, "fit"),
+        (facts | {"rotaries": [{"frequencies": [1.0] * 100, "factor": 1.0}]}, settings, entries, "pairs"),
+        (layer(heads=3), settings, entries, "range"),
+        (layer(heads=2**30), settings, entries, "range"),
+        (layer(dim=2**30), settings, entries, "fit"),
+        (layer(ff=2**31 - 32), settings, entries, "fit"),
+        (layer(rotary=5), settings, entries, "range"),
+        (layer(kv_layer=0), settings, entries, "not there"),
+        (layer(hops=1), settings, entries, "do not know"),
+        (layer(mixer=9), settings, entries, "unknown"),
+        (layer(feed=2), settings, entries, "mixture"),
+        (facts, settings | {"blocks": 0}, entries, "range"),
+        (facts, settings | {"isa": "abacus"}, entries, "abacus"),
     ):
         with pytest.raises(core.FormatError, match=reason):
-            core.Core(bad_config, str(path), start, bad_entries, pieces)
+            core.Core(bad_facts, bad_settings, str(path), start, bad_entries, pieces)
 
 
 def test_bad_settings_are_typed_errors(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +258,8 @@ def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pyt
     def missing() -> Any:
         raise BackendError("the native kernels are not built", hint="install a compiler")
 
-    monkeypatch.setattr(runner, "load_core", missing)
-    assert "not built" in str(runner.supports(local_files("m", blocks)))
+    monkeypatch.setattr("shoal.runners.native.core.load_core", missing)
+    assert "not built" in str(backend.refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()))
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------

@@ -42,3 +42,8 @@ class Match:
     def tokens(self) -> int:
         """Tokens that need not be computed."""
         return self.block_tokens + self.tail_tokens
+
+    @property
+    def held(self) -> list[BlockId]:
+        """The blocks that must stay while they are taken up."""
+        return [*self.blocks, self.tail] if self.tail is not None else list(self.blocks)

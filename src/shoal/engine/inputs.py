@@ -52,6 +52,18 @@ class PreparedRequest:
         return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint)
 
 
+def refuse_arrival(request: Request) -> None:
+    """Refuse a request that asks for a later arrival where nothing waits for that."""
+    if request.arrival_s:
+        raise InvalidRequestError(
+            f"arrival_s is {request.arrival_s:g}",
+            param="arrival_s",
+            value=request.arrival_s,
+            limit=0,
+            hint="only `run` delays arrivals: give the request to it, or submit it when its time has come",
+        )
+
+
 class InputProcessor:
     """Turns requests into `PreparedRequest` ones for one model. Thread-safe; holds no request."""
 
@@ -85,8 +97,8 @@ class InputProcessor:
         tokens = self.tokenize(request)
         self.check_tokens(tokens)
         sampling = request.sampling
-        room = self.spec.context_length - len(tokens)
-        if sampling.max_tokens > room:  # the context ends the output; `finish_reason` says `length`
+        room = min(self.spec.context_length, self.spec.kv_capacity) - len(tokens)
+        if sampling.max_tokens > room:  # context or KV memory ends the output; `finish_reason` says `length`
             sampling = dataclasses.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         for token in sampling.stop_token_ids:
             self._check_token(token, "stop_token_ids")
@@ -94,7 +106,6 @@ class InputProcessor:
         grammar = self._compile(sampling) if sampling.structured else None
         prepared = PreparedRequest(request, tuple(tokens), sampling, seed, grammar)
         prepared.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
-        self._check_budget(len(tokens), sampling.max_tokens)
         return prepared
 
     def _compile(self, sampling: SamplingParams) -> Grammar:
@@ -105,7 +116,7 @@ class InputProcessor:
         return self.grammars.compile(sampling)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Refuse a prompt that is empty, names tokens the model lacks, or leaves no room in the context."""
+        """Refuse a prompt that is empty, names tokens the model lacks, or does not fit context or KV memory."""
         if not tokens:
             raise InvalidRequestError("the prompt has no tokens", param="prompt", value=0, limit="at least 1 token")
         for token in tokens:
@@ -119,6 +130,7 @@ class InputProcessor:
                 limit=most,
                 hint="shorten the prompt or load a model with a longer context",
             )
+        self._check_budget(len(tokens))
 
     def _check_token(self, token: object, param: str) -> None:
         vocab = self.spec.vocab_size
@@ -127,13 +139,13 @@ class InputProcessor:
                 f"{param} has {token!r}", param=param, value=token, limit=vocab, hint=f"tokens go from 0 to {vocab - 1}"
             )
 
-    def _check_budget(self, prompt_len: int, max_tokens: int) -> None:
-        needed, capacity = prompt_len + max_tokens, self.spec.kv_capacity
+    def _check_budget(self, prompt_len: int) -> None:
+        needed, capacity = prompt_len + 1, self.spec.kv_capacity
         if needed > capacity:
             raise KVBudgetError(
-                f"{prompt_len} prompt tokens and max_tokens {max_tokens} need KV for {needed}, there is {capacity}",
-                param="max_tokens",
+                f"{prompt_len} prompt tokens and one answer token need KV for {needed}, there is {capacity}",
+                param="prompt",
                 value=needed,
                 limit=capacity,
-                hint=f"lower max_tokens or raise kv_memory above {needed * self.spec.kv_bytes_per_token} bytes",
+                hint=f"shorten the prompt or raise kv_memory above {needed * self.spec.kv_bytes_per_token} bytes",
             )

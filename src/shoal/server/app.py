@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,7 +33,6 @@ from shoal.server.openai.prompts import Chat, chat_tokens
 from shoal.server.openai.responses import responses
 from shoal.server.openai.responses_schemas import ResponsesRequest
 from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
-from shoal.server.swarmbench.routes import add_page
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
@@ -71,8 +70,13 @@ _ERROR_SCHEMA = {
 }
 
 
-def create_app(hub: ModelHub, config: ServerConfig | None = None) -> FastAPI:
-    """The API over the hub's model. When the application's life ends, the hub is closed."""
+def create_app(
+    hub: ModelHub, config: ServerConfig | None = None, mounts: Sequence[Callable[[FastAPI, Api], None]] = ()
+) -> FastAPI:
+    """The API over the hub's model, and whatever `mounts` add to it (`shoal serve` adds SwarmBench).
+
+    When the application's life ends, the hub is closed.
+    """
     config = config or ServerConfig()
     metrics = Metrics(hub)
     api = Api(hub, config, metrics)
@@ -86,7 +90,8 @@ def create_app(hub: ModelHub, config: ServerConfig | None = None) -> FastAPI:
     _generation_routes(app, api)
     _model_routes(app, api)
     _watch_routes(app, api)
-    add_page(app, api)
+    for mount in mounts:
+        mount(app, api)
     _handlers(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     app.add_middleware(Gate, config=config, metrics=metrics)
@@ -140,12 +145,12 @@ def _model_routes(app: FastAPI, api: Api) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": await asyncio.to_thread(_models, hub)}
 
-    @app.post("/v1/models/load")
+    @app.post("/models/load")
     async def load(body: LoadRequest) -> dict[str, Any]:
         served = await hub.load(body.model, body.drain_s)
         return _model(served.name, hub)
 
-    @app.post("/v1/models/unload")
+    @app.post("/models/unload")
     async def unload(body: UnloadRequest) -> dict[str, Any]:
         served = hub.served
         if body.model is not None and (served is None or served.name != body.model):
@@ -190,7 +195,7 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         return Response(api.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/stats")
+    @app.get("/stats")
     async def stats() -> dict[str, Any]:
         healthy, state = api.hub.health()
         served = api.hub.served

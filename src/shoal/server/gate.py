@@ -26,7 +26,7 @@ from shoal.server.origins import check_origin
 
 OPEN_PATHS = frozenset({"/health", "/"})  # for probes and for browsers opening the page, which have no key
 OPEN_FILES = "/page/"  # what the page consists of
-_FREQUENT = frozenset({"/health", "/metrics", "/v1/page", "/page/{name:path}"})  # not worth a line each
+_FREQUENT = frozenset({"/health", "/metrics", "/swarmbench/state", "/page/{name:path}"})  # not worth a line each
 _SAFE_ID = re.compile(r"[\w.:-]{1,128}")
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -18,30 +18,69 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
-from shoal.models.gguf import GgufTensor
+from shoal.models.decoder import Weight
 from shoal.runners.native.core import load_core
 from shoal.runners.native.grid import GRIDS, grid_blocks
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 STRIP, ALIGN = 32, 64
 _MAGIC = b"shoalpk2"
 _FRONT = struct.Struct("<8sQQ")  # magic, where the data begins, hash of the JSON between
 _PIECE = 4 << 20  # bytes of the packed file that one thread makes at a time
 _STALE_S = 3600.0  # a file half written that nobody has touched for so long is nobody's
 
-Order: TypeAlias = NDArray[np.intp]
-
 # Members of `Codes` and `Scales` in kernels.h.
 _TABLE, _F16, _BF16, _F32 = 12, 16, 17, 18
 _DENSE, _HALF, _HALF_MIN, _SIX, _BYTE, _BYTE16, _NIBBLES, _POWER = range(8)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values
+
+
+@dataclass(frozen=True, slots=True)
+class Ones:
+    """The weight of a norm that has none."""
+
+    shape: tuple[int, ...]
+    name = "no weight"
+    type = "F32"
+
+    def values(self) -> NDArray[np.float32]:
+        """A fresh array."""
+        return np.ones(self.shape, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of the packed file: `weight` as a matrix of `shape` [n, k], or as a vector of `shape` [n].
+
+    `turned`: a vector made of [channels, taps] is stored as [taps, channels].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    weight: Weight | Ones
+    turned: bool = False
+
+    @property
+    def type(self) -> str:
+        """The GGML type."""
+        return self.weight.type
+
+    def encoded(self) -> NDArray[np.uint8]:
+        """The bytes of a matrix, uint8 [n, bytes of a row]: a view of the file, or a copy where its rows are picked."""
+        assert isinstance(self.weight, Weight)
+        return self.weight.encoded().reshape(self.shape[0], -1)
+
+    def values(self) -> NDArray[np.float32]:
+        """The numbers of a vector."""
+        values = self.weight.values()
+        return (values.T if self.turned else values).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +92,11 @@ class Form:
     offset_log2: int = -1
     unit_log2: int = 0
     table: tuple[int, ...] = ()
+
+    @property
+    def block(self) -> int:
+        """Rows are a multiple of so many weights."""
+        return 256 if self.scales in (_SIX, _BYTE, _BYTE16, _NIBBLES) else 32
 
 
 FORMS = {
@@ -78,26 +122,23 @@ FORMS = {
 
 FACTS: dict[str, type] = {
     **dict.fromkeys(("name", "architecture"), str),
-    **dict.fromkeys(("layers", "embd", "heads", "kv_heads", "dim", "ff", "vocab", "rope_dim", "context"), int),
-    "eps": float,
-    "frequencies": list,
+    **dict.fromkeys(("embd", "vocab", "context"), int),
+    **dict.fromkeys(("embedding_scale", "logit_scale", "cap"), float),
+    "norm": dict,
+    **dict.fromkeys(("rotaries", "layers"), list),
 }
-"""What a packed file says of its model beside the tensors, as `describe.facts_of` makes it."""
+"""What a packed file says of its model beside the tensors (`describe.facts_of`); the extension checks the rest."""
 _TYPES: dict[str, type] = {"str": str, "int": int, "list[int]": list}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of the packed file, as the extension takes it. `codes` 0 is a vector of n float32.
-
-    `count` matrices (of experts) of n outputs lie one after the other; each is padded to whole strips of 32 outputs.
-    """
+    """A tensor of the packed file, as the extension takes it. `codes` 0 is a vector of n float32."""
 
     name: str
     offset: int
     n: int
     k: int
-    count: int
     codes: int
     scales: int
     offset_log2: int
@@ -105,96 +146,78 @@ class Entry:
     table: list[int]
 
 
-def entry_of(tensor: GgufTensor, offset: int) -> tuple[Entry, int]:
+def entry_of(part: Part, offset: int) -> tuple[Entry, int]:
     """Where a tensor goes and how many bytes it takes. `UnsupportedModelError` for a type without a kernel."""
-    if len(tensor.shape) == 1:
-        n = tensor.shape[0] if not tensor.name.endswith(".bias") else -(-tensor.shape[0] // STRIP) * STRIP
-        return Entry(tensor.name, offset, n, 0, 1, 0, 0, -1, 0, []), n * 4
-    form = FORMS.get(tensor.type)
-    if form is None or len(tensor.shape) not in (2, 3) or tensor.shape[-1] % 32:
+    if len(part.shape) == 1:
+        n = part.shape[0] if not part.name.endswith(".bias") else -(-part.shape[0] // STRIP) * STRIP
+        return Entry(part.name, offset, n, 0, 0, 0, -1, 0, []), n * 4
+    form = FORMS.get(part.type)
+    if form is None or len(part.shape) != 2 or part.shape[1] % form.block:
         raise UnsupportedModelError(
-            f"tensor {tensor.name!r} of type {tensor.type} and shape {tensor.shape}",
-            value=tensor.type,
-            limit=tuple(FORMS),
+            f"tensor {part.name!r} of type {part.type} and shape {part.shape}", value=part.type, limit=tuple(FORMS)
         )
-    count, n, k = (1, *tensor.shape)[-3:]
     table = [value + (1 << form.offset_log2) for value in form.table]
-    entry = Entry(tensor.name, offset, n, k, count, form.codes, form.scales, form.offset_log2, form.unit_log2, table)
+    entry = Entry(part.name, offset, *part.shape, form.codes, form.scales, form.offset_log2, form.unit_log2, table)
     size, strips = load_core().strips_of(asdict(entry))
     return entry, size * strips
 
 
 class _Piece(NamedTuple):
-    """A range of the packed file: strips first .. first + strips - 1 of matrix `part`, and zeros up to `end`."""
+    """A range of the packed file: a vector, or strips first .. first + strips - 1 of a tensor; zeros up to `end`."""
 
-    tensor: GgufTensor
+    part: Part
     entry: Entry
-    order: Order | None
-    part: int
     first: int
     strips: int
     start: int
     end: int
 
 
-def _pieces(tensor: GgufTensor, entry: Entry, size: int, order: Order | None) -> Iterator[_Piece]:
-    padded = entry.offset + -(-size // ALIGN) * ALIGN
+def _pieces(part: Part, entry: Entry, size: int) -> Iterator[_Piece]:
+    end = entry.offset + -(-size // ALIGN) * ALIGN
     if entry.codes == 0:
-        yield _Piece(tensor, entry, order, 0, 0, 0, entry.offset, padded)
+        yield _Piece(part, entry, 0, 0, entry.offset, end)
         return
-    strip, _ = load_core().strips_of(asdict(entry))
-    strips, step, at = -(-entry.n // STRIP), max(_PIECE // strip, 1), entry.offset
-    for part in range(entry.count):
-        for first in range(0, strips, step):
-            count = min(step, strips - first)
-            last = part + 1 == entry.count and first + count == strips
-            end = padded if last else at + count * strip
-            yield _Piece(tensor, entry, order, part, first, count, at, end)
-            at = end
+    strip, strips = load_core().strips_of(asdict(entry))
+    step = max(_PIECE // strip, 1)
+    for first in range(0, strips, step):
+        count, at = min(step, strips - first), entry.offset + first * strip
+        yield _Piece(part, entry, first, count, at, end if first + count == strips else at + count * strip)
 
 
 def _fill(piece: _Piece, out: NDArray[np.uint8]) -> None:
     """Make the bytes of a piece in `out`, which is as long as it is."""
-    tensor, entry = piece.tensor, piece.entry
+    part, entry, first = piece.part, piece.entry, piece.first
     if entry.codes == 0:
-        values = tensor.dequantize() if piece.order is None else tensor.dequantize()[piece.order]
-        size = len(values) * 4
-        out[:size] = values.astype("<f4").view(np.uint8)
-        out[size:] = 0
+        values = part.values().astype("<f4").view(np.uint8)
+        out[: len(values)] = values
+        out[len(values) :] = 0
         return
     core = load_core()
-    strip, _ = core.strips_of(asdict(entry))
-    raw = tensor.data.reshape(entry.count, -1)[piece.part]
-    packed, kind, order, first = out[: piece.strips * strip], tensor.type, piece.order, piece.first
+    packed, kind, rows = out[: piece.strips * core.strips_of(asdict(entry))[0]], part.type, part.encoded()
     out[len(packed) :] = 0
     if kind in GRIDS:  # its rows become blocks of another type first
-        rows = raw.reshape(entry.n, -1)
-        taken = slice(first * STRIP, (first + piece.strips) * STRIP)
-        raw = grid_blocks(kind, rows[taken] if order is None else rows[order[taken]])
-        entry, kind, order, first = replace(entry, n=len(rows[taken]), count=1), "GRID", None, 0
-    core.pack(asdict(entry), kind, raw, None if order is None else order.astype(np.int64), first, piece.strips, packed)
+        rows = rows[first * STRIP : (first + piece.strips) * STRIP]
+        entry, kind, first, rows = replace(entry, n=len(rows)), "GRID", 0, grid_blocks(kind, rows)
+    core.pack(asdict(entry), kind, np.ascontiguousarray(rows).reshape(-1), first, piece.strips, packed)
 
 
-def packed_bytes(tensor: GgufTensor, order: Order | None = None) -> NDArray[np.uint8]:
-    """The packed bytes of one tensor; its rows in `order` where given."""
-    entry, size = entry_of(tensor, 0)
-    parts = []
-    for piece in _pieces(tensor, entry, size, order):
-        parts.append(np.empty(piece.end - piece.start, np.uint8))
-        _fill(piece, parts[-1])
-    return np.concatenate(parts)[:size]
+def packed_bytes(part: Part) -> NDArray[np.uint8]:
+    """The packed bytes of one matrix."""
+    entry, size = entry_of(part, 0)
+    out = np.empty(size, np.uint8)
+    for piece in _pieces(part, entry, size):
+        _fill(piece, out[piece.start : piece.end])
+    return out
 
 
-def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor], orders: dict[str, Order]) -> None:
-    """Pack tensors into the file at `path`, whole or not at all; `orders` has the rows' order of those that change it.
-
-    `StoreError` when the disk will not have it.
-    """
+def write_packed(path: Path, facts: dict[str, Any], tensors: list[Part]) -> None:
+    """Pack tensors into the file at `path`, whole or not at all. `StoreError` when the disk will not have it."""
     entries, pieces, offset = [], list[_Piece](), 0
     for tensor in tensors:
         entry, size = entry_of(tensor, offset)
         entries.append(entry)
-        pieces += _pieces(tensor, entry, size, orders.get(tensor.name))
+        pieces += _pieces(tensor, entry, size)
         offset = pieces[-1].end
     header = {"layout": LAYOUT_VERSION, "facts": facts, "tensors": [asdict(e) for e in entries]}
     start = len(_front(header, [(p.end - p.start, 2**64 - 1) for p in pieces], 0))
@@ -272,8 +295,6 @@ def _check_types(rows: list[dict[str, Any]], types: dict[str, type]) -> None:
                 isinstance(value, int) and not -16 <= value < (2**62 if name == "offset" else 2**31)
             ):
                 raise ValueError(f"{name} is {value!r}")
-        if not all(isinstance(f, float) for f in row.get("frequencies", [])):
-            raise ValueError("frequencies are not numbers")
 
 
 def read_header(path: Path) -> Packed:

@@ -16,7 +16,7 @@ from shoal.server.errors import bad_request
 from shoal.server.generation import Api, Call, choice_seeds, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
 from shoal.server.openai.fields import make_sampling
-from shoal.server.openai.logprobs import chat_logprobs
+from shoal.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from shoal.server.openai.prompts import Chat, chat_tokens, tool_style
 from shoal.server.openai.schemas import ChatRequest
 from shoal.server.openai.toolcalls import Piece, WrittenCall, note_call
@@ -73,6 +73,8 @@ def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequ
     arguments["max_tokens"] = output_limit(served, len(tokens), wanted)
     if body.logprobs:
         arguments["logprobs"] = body.top_logprobs or 0
+    if body.prompt_logprobs is not None:
+        arguments["prompt_logprobs"] = body.prompt_logprobs
     seeds = choice_seeds(arguments.pop("seed", None), body.n or 1)
     return [api.request(body, tokens, make_sampling({**arguments, "seed": seed})) for seed in seeds]
 
@@ -160,7 +162,11 @@ def _whole(call: Call, body: ChatRequest, answers: Sequence[Answer]) -> dict[str
         if body.return_token_ids:
             choice["token_ids"] = answer.tokens
         choices.append(choice)
-    return {**_head(call, "chat.completion"), "choices": choices, "usage": call.usage(per_prompt=len(answers))}
+    whole = {**_head(call, "chat.completion"), "choices": choices, "usage": call.usage(per_prompt=len(answers))}
+    codec = call.served.engine.inputs.codec
+    if body.prompt_logprobs is not None and codec is not None:
+        whole["prompt_logprobs"] = prompt_logprobs(call.results[0].prompt_logprobs, codec, body.prompt_logprobs)
+    return whole
 
 
 class ChatWriter(ChoiceWriter):

@@ -14,9 +14,17 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Strict(BaseModel):
-    """Types are not coerced and unknown fields are refused."""
+    """Types are not coerced, unknown fields are refused, and null is the same as absent, whatever the field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, serialize_by_alias=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """SDKs send back what they were sent with a null for each field that they know and nobody set."""
+        if isinstance(given, dict) and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
 
 
 def contradiction(param: str, message: str) -> PydanticCustomError:
@@ -108,11 +116,14 @@ class Sampled(Common):
     stop_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise contradiction("stream_options", "needs stream to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise contradiction("prompt_logprobs", "come with whole answers: leave stream out")
         return self
 
     def sampling(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from shoal.server.openai.schemas import (
     TextPart,
     Tool,
     ToolCall,
+    call_arguments,
 )
 
 
@@ -55,7 +56,7 @@ class Item(Strict):
     def _complete(self) -> Item:
         needed = {
             "message": ("role", "content"),
-            "function_call": ("call_id", "name", "arguments"),
+            "function_call": ("call_id", "name"),
             "function_call_output": ("call_id", "output"),
         }
         for field in needed[self.type]:
@@ -172,7 +173,7 @@ class ResponsesRequest(Common):
 
 def _message(item: Item) -> ChatMessage:
     if item.type == "function_call":
-        function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
+        function = FunctionCall(name=item.name or "", arguments=call_arguments(item.arguments))
         return ChatMessage(role="assistant", tool_calls=[ToolCall(id=item.call_id or "", function=function)])
     if item.type == "function_call_output":
         return ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output))

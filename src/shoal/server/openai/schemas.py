@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from shoal.server.openai.fields import Sampled, Strict, contradiction
 
@@ -25,11 +25,16 @@ class TextPart(Strict):
         return self
 
 
+def call_arguments(text: str | None) -> str:
+    """Arguments of a call as JSON text: nothing, however models and clients spell it, is `{}`."""
+    return "{}" if text is None or text.strip() in ("", "null") else text
+
+
 class FunctionCall(Strict):
     """What an assistant called; `arguments` is JSON text."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(call_arguments)] = "{}"
 
 
 class ToolCall(Strict):
@@ -162,6 +167,13 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     suffix: None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise contradiction("max_tokens", "is 0: only with echo or prompt_logprobs")
+        return self
 
 
 class TokenizeRequest(Strict):
@@ -181,14 +193,14 @@ class TokenizeRequest(Strict):
 
 
 class LoadRequest(Strict):
-    """`POST /v1/models/load`: a model of the store. Calls in flight may go on for `drain_s`."""
+    """`POST /models/load`: a model of the store. Calls in flight may go on for `drain_s`."""
 
     model: Annotated[str, Field(min_length=1, max_length=300)]
     drain_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0
 
 
 class UnloadRequest(Strict):
-    """`POST /v1/models/unload`."""
+    """`POST /models/unload`."""
 
     model: str | None = None
     drain_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0

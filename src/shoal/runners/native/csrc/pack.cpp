@@ -156,12 +156,12 @@ void put_scales(Scales scales, const Block* rows, uint8_t* out) {
         });
 }
 
-void pack_dense(const Matrix& w, const uint8_t* raw, const int64_t* order, int first, int count, uint8_t* out) {
+void pack_dense(const Matrix& w, const uint8_t* raw, int first, int count, uint8_t* out) {
     const size_t size = w.codes == Codes::kFloat ? 4 : 2, row = size * size_t(w.k);
     for (int s = 0; s < count; s++, out += w.strip_bytes)
         for (int r = 0; r < kStrip; r++) {
             const int i = (first + s) * kStrip + r;
-            const uint8_t* from = i < w.n ? raw + size_t(order ? order[i] : i) * row : nullptr;
+            const uint8_t* from = i < w.n ? raw + size_t(i) * row : nullptr;
             for (size_t k = 0; k < size_t(w.k); k++)
                 if (from) memcpy(out + (k * kStrip + size_t(r)) * size, from + k * size, size);
                 else memset(out + (k * kStrip + size_t(r)) * size, 0, size);
@@ -172,7 +172,7 @@ void pack_dense(const Matrix& w, const uint8_t* raw, const int64_t* order, int f
 
 Matrix form_of(const Entry& e) {
     Matrix w;
-    w.n = e.n, w.k = e.k, w.count = e.count, w.strips = (e.n + kStrip - 1) / kStrip;
+    w.n = e.n, w.k = e.k, w.strips = (e.n + kStrip - 1) / kStrip;
     w.codes = Codes(e.codes), w.scales = Scales(e.scales), w.offset_log2 = e.offset_log2, w.unit_log2 = e.unit_log2;
     const auto is = [&](Codes c, std::initializer_list<Scales> of) {
         bool found = false;
@@ -185,7 +185,7 @@ Matrix form_of(const Entry& e) {
                        is(Codes::kFour, {S::kHalf, S::kHalfMin, S::kSix}) || is(Codes::kFive, {S::kHalf, S::kHalfMin, S::kSix}) ||
                        is(Codes::kTable, {S::kHalf, S::kByte, S::kByte16, S::kPower});
     const auto fail = [&](const char* what) { throw FormatError("tensor " + e.name + what); };
-    if (!known || e.n < 1 || e.k < 1 || e.count < 1 || e.k % (groups_of_block(w.scales) * kGroup)) fail(" has no kernel");
+    if (!known || e.n < 1 || e.k < 1 || e.k % (groups_of_block(w.scales) * kGroup)) fail(" has no kernel");
     if (!dense && !has_min(w.scales) && (e.offset_log2 < 0 || e.offset_log2 > 7)) fail(" has a bad offset");
     if (e.unit_log2 < -8 || e.unit_log2 > 0 || e.table.size() != (w.codes == Codes::kTable ? 16 : 0)) fail(" has a bad table");
     for (size_t i = 0; i < e.table.size(); i++) {
@@ -194,7 +194,7 @@ Matrix form_of(const Entry& e) {
     }
     w.strip_bytes = dense ? size_t(e.k) * kStrip * (w.codes == Codes::kFloat ? 4 : 2)
                           : size_t(e.k / kGroup / groups_of_block(w.scales)) * size_t(block_bytes(w.codes, w.scales));
-    if (w.strip_bytes > (size_t(1) << 40) / size_t(w.strips) / size_t(w.count)) fail(" is too large");
+    if (w.strip_bytes > (size_t(1) << 40) / size_t(w.strips)) fail(" is too large");
     return w;
 }
 
@@ -204,9 +204,9 @@ size_t row_bytes(const std::string& name, int k) {
     return size_t(k / type.weights) * size_t(type.bytes);
 }
 
-void pack_strips(const Matrix& w, const std::string& name, const uint8_t* raw, const int64_t* order, int first, int count, uint8_t* out) {
+void pack_strips(const Matrix& w, const std::string& name, const uint8_t* raw, int first, int count, uint8_t* out) {
     const Type& type = type_of(name);
-    if (!type.take) return pack_dense(w, raw, order, first, count, out);
+    if (!type.take) return pack_dense(w, raw, first, count, out);
     const size_t row = row_bytes(name, w.k), size = size_t(block_bytes(w.codes, w.scales));
     const int low = low_bytes(w.codes), upper = upper_bytes(w.codes);
     std::vector<Block> rows(kStrip);
@@ -214,7 +214,7 @@ void pack_strips(const Matrix& w, const std::string& name, const uint8_t* raw, c
         for (int b = 0; b < w.k / type.weights; b++, out += size) {
             for (int r = 0; r < kStrip; r++) {
                 const int i = (first + s) * kStrip + r;
-                if (i < w.n) type.take(raw + size_t(order ? order[i] : i) * row + size_t(b) * size_t(type.bytes), rows[size_t(r)]);
+                if (i < w.n) type.take(raw + size_t(i) * row + size_t(b) * size_t(type.bytes), rows[size_t(r)]);
                 else rows[size_t(r)] = {};
             }
             put_scales(w.scales, rows.data(), out);
