@@ -1,0 +1,43 @@
+"""One answer as it grows: the events of a generation, split into what is thought, said and called."""
+
+from __future__ import annotations
+
+from shoal.server.generation import Call
+from shoal.server.openai.calljson import CallDelta
+from shoal.server.openai.tools import ToolUse
+from shoal.server.reasoning import Thought, ThoughtSplitter, markers_of, prompt_thinks, template_of
+from shoal.types import Event
+
+Piece = str | CallDelta | Thought
+
+
+class AnswerReader:
+    """From the events of one generation to pieces; ends it when as many tools as allowed are called."""
+
+    def __init__(self, call: Call, index: int, use: ToolUse) -> None:
+        codec = call.served.engine.inputs.codec
+        assert codec is not None
+        opened = prompt_thinks(codec, call.prompt(index))
+        self.thinking_tokens = 0
+        self._call = call
+        self._index = index
+        self._splitter = ThoughtSplitter(markers_of(template_of(codec)), opened=opened)
+        self._parser = use.parser() if use.active else None
+
+    def take(self, happened: Event) -> list[Piece]:
+        """What an event adds."""
+        was_thinking = self._splitter.thinking
+        split = self._splitter.push(happened.text)
+        if was_thinking or self._splitter.thinking:
+            self.thinking_tokens += len(happened.tokens)
+        ended = happened.result is not None
+        if ended:
+            split += self._splitter.finish()
+        pieces: list[Piece] = []
+        for part in split:
+            pieces += [part] if self._parser is None or isinstance(part, Thought) else self._parser.push(part)
+        if self._parser is not None and ended:
+            pieces += self._parser.finish()
+        elif self._parser is not None and self._parser.full:
+            self._call.cut(self._index)
+        return pieces
