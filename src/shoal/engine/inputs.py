@@ -53,7 +53,7 @@ class PreparedRequest:
         constraint = self.grammar.start() if self.grammar is not None else None
         limit, bound = None, self.sampling.thinking
         if bound is not None and self.codec is not None:
-            end_ids = tuple(self.codec.encode_marks(bound.end))
+            end_ids = tuple(self.codec.encode(bound.end, add_special=False))
             limit = ThinkingLimit(bound, end_ids, self.codec.token_bytes)
         return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint, limit)
 

@@ -18,21 +18,20 @@ class AnswerReader:
         codec = call.served.engine.inputs.codec
         assert codec is not None
         opened = prompt_thinks(codec, call.prompt(index))
-        self.thinking_tokens = 0
         self._call = call
+        self._token_bytes = codec.token_bytes
         self._index = index
         self._splitter = ThoughtSplitter(markers_of(template_of(codec)), opened=opened)
         self._parser = use.parser() if use.active else None
 
     def take(self, happened: Event) -> list[Piece]:
         """What an event adds."""
-        was_thinking = self._splitter.thinking
         split = self._splitter.push(happened.text)
-        if was_thinking or self._splitter.thinking:
-            self.thinking_tokens += len(happened.tokens)
         ended = happened.result is not None
-        if ended:
+        if happened.result is not None:
             split += self._splitter.finish()
+            if self._splitter.thought:
+                self._call.thinking_tokens += self._splitter.count(happened.result.tokens, self._token_bytes)
         pieces: list[Piece] = []
         for part in split:
             pieces += [part] if self._parser is None or isinstance(part, Thought) else self._parser.push(part)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 from shoal.engine.inputs import Codec
 from shoal.engine.loading import ModelCodec
+from shoal.server.errors import bad_request
 from shoal.types import Thinking
 
 
@@ -27,6 +29,7 @@ _FAMILIES = (
     Markers("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
     Markers("◁think▷", "◁/think▷"),  # Kimi-VL
 )
+_LEVELS = {"minimal": 256, "low": 1024, "medium": 4096}  # tokens of thinking, where the template knows no levels
 _FIELDS = ("reasoning_content", "thinking", "reasoning")  # of a message of history, as templates call it
 _TAIL = 32  # tokens at a prompt's end that a marker may take
 _WHITE = " \r\n\t"
@@ -51,11 +54,13 @@ def markers_of(template: str) -> Markers | None:
 
 def history_field(template: str) -> str | None:
     """The field of an assistant's message from which a template takes what was thought; None when it takes none."""
-    return next((name for name in _FIELDS if re.search(rf"\bmessage(\.{name}\b|\[.{name}.\])", template)), None)
+    return next((name for name in _FIELDS if re.search(rf"\.{name}\b|\[['\"]{name}|get\(['\"]{name}", template)), None)
 
 
-def effort_variables(template: str, effort: str) -> dict[str, Any]:
-    """The variables by which a template is told how much to think, "none" for not at all."""
+def effort_variables(template: str, effort: str | None) -> dict[str, Any]:
+    """The variables by which a template is told how much to think: "none" is not at all, None leaves it to itself."""
+    if effort is None:
+        return {}
     thinks = effort != "none"
     values: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
     if thinks:
@@ -72,12 +77,51 @@ def prompt_thinks(codec: Codec, prompt: Sequence[int]) -> bool:
     return tail.rstrip().endswith(markers.begin)
 
 
-def thinking_budget(codec: Codec, prompt: Sequence[int], tokens: int) -> Thinking | None:
-    """The budget as the engine takes it; None for a model that does not think."""
-    markers = markers_of(template_of(codec))
-    if markers is None:
-        return None
-    return Thinking(tokens, "" if prompt_thinks(codec, prompt) else markers.begin, markers.end)
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What a call says of thinking, and the fields it says it in. `level` "none" is not at all, None leaves it open."""
+
+    level: str | None = None
+    budget: int | None = None
+    level_field: str = "reasoning_effort"
+    budget_field: str = "thinking_budget"
+
+    def sampling(self, codec: Codec, prompt: Sequence[int], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """`arguments` for `SamplingParams` with the bound on thinking, and with what holds the answer behind it.
+
+        ApiError when the served model does not think and is asked to.
+        """
+        template = template_of(codec)
+        markers = markers_of(template)
+        if markers is None:
+            field = self.level_field if self.level not in (None, "none") else self.budget_field
+            if self.budget is not None or self.level not in (None, "none"):
+                raise bad_request("the served model does not reason apart from its answer", field, "unsupported_value")
+            return dict(arguments)
+        opened = prompt_thinks(codec, prompt)
+        held = _behind(arguments, markers) if opened else dict(arguments)
+        tokens = self.budget
+        if tokens is None and "reasoning_effort" not in effort_variables(template, self.level):
+            tokens = _LEVELS.get(self.level or "")
+        if tokens is not None and self.level != "none":
+            held["thinking"] = Thinking(tokens, "" if opened else markers.begin, markers.end)
+        return held
+
+
+def _behind(arguments: Mapping[str, Any], markers: Markers) -> dict[str, Any]:
+    """Arguments whose grammar holds what comes behind the thinking, which has begun."""
+    held = dict(arguments)
+    if "json_schema" in held:
+        answer = f"held: %json {json.dumps(held.pop('json_schema'))}\n"
+    elif "regex" in held:
+        answer = f"held: /{held.pop('regex').replace('/', chr(92) + '/')}/\n"
+    elif "grammar" in held:
+        answer = re.sub(r"^start\b", "held", held.pop("grammar"), count=1, flags=re.MULTILINE)
+    else:
+        return held
+    thought = f"thought[lazy]: /(.|\\n)*/ {json.dumps(markers.end, ensure_ascii=False)}\n"
+    held["grammar"] = f"start: thought GAP held\n{thought}GAP: /[ \\n]{{0,3}}/\n{answer}"
+    return held
 
 
 class _State(Enum):
@@ -101,9 +145,19 @@ class ThoughtSplitter:
         self._state = _State.SAYING if markers is None else _State.THINKING if opened else _State.START
 
     @property
-    def thinking(self) -> bool:
-        """True while what comes is thought."""
-        return self._state is _State.THINKING
+    def thought(self) -> bool:
+        """True when anything was."""
+        return self._begun
+
+    def count(self, tokens: Sequence[int], token_bytes: Callable[[int], bytes]) -> int:
+        """How many of an answer's tokens were thought, the marks among them."""
+        end, tail = self._markers.end.encode(), b""
+        for number, token in enumerate(tokens, 1):
+            tail += token_bytes(token)
+            if end in tail:
+                return number
+            tail = tail[-len(end) :]
+        return len(tokens)
 
     def push(self, text: str) -> list[Thought | str]:
         """Take more text; give what it completed."""
@@ -137,7 +191,8 @@ class ThoughtSplitter:
         return False
 
     def _start(self) -> bool:
-        seen, begin = self._held.lstrip(_WHITE), self._markers.begin
+        begin = self._markers.begin
+        seen = self._held.lstrip(_WHITE)
         if seen.startswith(begin):
             self._held, self._state = seen[len(begin) :], _State.THINKING
             return True

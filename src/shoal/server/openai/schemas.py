@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from shoal.server.openai.fields import Sampled, Strict, contradiction
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -56,6 +57,7 @@ class ChatMessage(Strict):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     annotations: list[dict[str, Any]] | None = None
     audio: None = None
     function_call: None = None
@@ -147,7 +149,8 @@ class ChatRequest(Sampled):
     web_search_options: None = None
     functions: None = None
     function_call: None = None
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=2**31)] | None = None
     moderation: None = None
     prompt_cache_options: None = None
     verbosity: None = None
