@@ -215,13 +215,20 @@ class Namespace:
     agent: str = ""
     version: int = 0
 
+    def __post_init__(self) -> None:
+        _check(isinstance(self.task, str), "namespace.task", self.task, "a string")
+        _check(isinstance(self.agent, str), "namespace.agent", self.agent, "a string")
+        ok = _is_int(self.version) and self.version >= 0
+        _check(ok, "namespace.version", self.version, "a whole number of 0 or more")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a caller submits: exactly one of `prompt`, `prompt_tokens` and `messages`, and how to sample.
 
     `id` is the caller's name for it, unique among the requests in flight; without one the engine makes one.
-    `arrival_s` delays the arrival by that many seconds after `Engine.run` begins (replay of staggered load).
+    `arrival_s` delays the arrival by that many seconds after `run` begins (replay of staggered load); the other ways to
+    submit a request refuse it.
     `deadline_s` counts from the arrival, waiting included, and also orders the queue; `timeout_s` counts from the
     moment the request joins the batch. Past either it ends with `FinishReason.TIMEOUT`. Groups of equal priority
     are served equally: a fleet of agents that belong together share one `group`. Inside a group the request with the

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 
 from shoal.config import EngineConfig
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, StoreError, UnsupportedModelError
+from shoal.models import families
+from shoal.models.decoder import Attention, Dense, Weight
 from shoal.models.files import local_files
 from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
-from shoal.runners.native import describe, pack, runner
-from shoal.runners.native.backend import refuses
+from shoal.runners.native import backend, describe, pack, runner
 from shoal.runners.native.runner import KvPrecision, NativeRunner, packed_path
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.registry import LocalModel, choose_runner
@@ -79,7 +81,7 @@ def unpack(packed: Any, form: pack.Form, n: int, k: int) -> Any:
 def test_packing_keeps_every_weight(kind: str) -> None:
     raw = random_blocks(np.random.default_rng(3), kind, 40, 256)
     tensor = GgufTensor("w", kind, (40, 256), raw.reshape(-1))
-    packed = np.concatenate(list(pack.packed_slabs(tensor)))
+    packed = np.concatenate(list(pack.packed_slabs(pack.Part("w", (40, 256), Weight(tensor, (40, 256))))))
     assert packed.nbytes == 2 * pack.FORMS[kind].strip_bytes(256)
     values = unpack(packed, pack.FORMS[kind], 40, 256)
     np.testing.assert_allclose(values, tensor.dequantize(), rtol=1e-6, atol=1e-7)
@@ -120,18 +122,24 @@ def changed(model: GgufModel, **fields: Any) -> GgufModel:
     return GgufModel(**values | fields)
 
 
-def test_supports_says_why_not(blocks: Path) -> None:
-    model = read_gguf(blocks)
-    assert describe.supports(model) is None
-    assert "architecture" in str(describe.supports(changed(model, architecture="gemma")))
-    assert "head size" in str(describe.supports(changed(model, head_dim=80)))
-    tensors = dict(model.tensors)
-    tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="IQ4_XS")
-    assert "IQ4_XS" in str(describe.supports(changed(model, tensors=tensors)))
-    assert "unknown" in str(
-        describe.supports(changed(model, tensors={**model.tensors, "blk.0.odd": tensors["output_norm.weight"]}))
-    )
-    assert refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()) is None
+def test_refuses_says_why_not(blocks: Path) -> None:
+    gguf = read_gguf(blocks)
+    model = families.describe(gguf)
+    assert describe.refuses(model) is None
+    layer = model.layers[0]
+    assert isinstance(layer.mixer, Attention)
+    narrow = replace(layer, mixer=replace(layer.mixer, key_dim=80))
+    assert "head size 80" in str(describe.refuses(replace(model, layers=(narrow,))))
+    assert isinstance(layer.feed_forward, Dense)
+    exact = replace(layer, feed_forward=replace(layer.feed_forward, activation="gelu"))
+    assert "gelu" in str(describe.refuses(replace(model, layers=(exact,))))
+    assert "attention" in str(describe.refuses(replace(model, layers=(replace(layer, mixer=None),))))
+    tensors = dict(gguf.tensors)
+    tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="IQ1_S")
+    assert "IQ1_S" in str(describe.refuses(families.describe(changed(gguf, tensors=tensors))))
+    model_of = partial(LocalModel, local_files("m", blocks))
+    assert backend.refuses(model_of(gguf), EngineConfig()) is None
+    assert "abacus" in str(backend.refuses(model_of(changed(gguf, architecture="abacus")), EngineConfig()))
 
 
 def test_a_model_of_another_kind_is_left_to_another_runner(tmp_path: Path) -> None:
@@ -140,22 +148,10 @@ def test_a_model_of_another_kind_is_left_to_another_runner(tmp_path: Path) -> No
         open_tiny(path)
 
 
-@pytest.mark.parametrize("shape", [(4, 64), (256, 64), (128, 256)])
-def test_a_tensor_that_does_not_fit_the_metadata_is_refused(blocks: Path, shape: tuple[int, ...]) -> None:
-    model = read_gguf(blocks)
-    tensors = dict(model.tensors)
-    tensors["blk.1.ffn_up.weight"] = replace(tensors["blk.1.ffn_up.weight"], shape=shape)
-    with pytest.raises(ModelFormatError, match="wrong shape"):
-        describe.tensors_of(changed(model, tensors=tensors))
-    del tensors["blk.1.ffn_up.weight"]
-    with pytest.raises(ModelFormatError, match="missing"):
-        describe.tensors_of(changed(model, tensors=tensors))
-
-
 def test_a_type_without_a_kernel_is_refused() -> None:
-    tensor = GgufTensor("w", "IQ2_XS", (32, 256), np.zeros(1, np.uint8))
-    with pytest.raises(UnsupportedModelError, match="IQ2_XS"):
-        pack.entry_of(tensor, 0)
+    tensor = GgufTensor("w", "IQ1_S", (32, 256), np.zeros(1, np.uint8))
+    with pytest.raises(UnsupportedModelError, match="IQ1_S"):
+        pack.entry_of(pack.Part("w", (32, 256), Weight(tensor, (32, 256))), 0)
 
 
 def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
@@ -164,28 +160,40 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
     path = packed_path(local_files("tiny", blocks), blocks.parent)
     core = runner.load_core()
     facts, entries = pack.read_header(path)
-    config = {k: v for k, v in facts.items() if k not in ("name", "architecture")} | {
-        "blocks": 4,
-        "threads": 1,
-        "kv_bits": 16,
-        "pin": False,
-        "isa": "auto",
-    }
-    core.Core(config, str(path), entries)
-    outside = [e | {"offset": 1 << 40} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
-    odd = [e | {"group": 7} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
-    for bad_config, bad_entries, reason in (
-        (config, outside, "outside"),
-        (config, odd, "no kernel"),
-        (config, entries[:-1], "missing"),
-        (config | {"embd": 128}, entries, "not"),
-        (config | {"heads": 3}, entries, "fit"),
-        (config | {"layers": -1}, entries, "range"),
-        (config | {"kv_bits": 4}, entries, "fit"),
-        (config | {"isa": "abacus"}, entries, "abacus"),
+    facts["kv_bits"] = 16
+    settings = {"blocks": 4, "checkpoints": 0, "threads": 1, "pin": False, "isa": "auto"}
+    core.Core(facts, settings, str(path), entries)
+    k = "layers.0.mixer.k.weight"
+    outside = [e | {"offset": 1 << 40} if e["name"] == k else e for e in entries]
+    odd = [e | {"group": 7} if e["name"] == k else e for e in entries]
+
+    def layer(**changes: Any) -> dict[str, Any]:
+        return facts | {"layers": [facts["layers"][0] | changes, *facts["layers"][1:]]}
+
+    for bad_facts, bad_settings, bad_entries, reason in (
+        (facts, settings, outside, "outside"),
+        (facts, settings, odd, "no kernel"),
+        (facts, settings, entries[:-1], "missing"),
+        (facts | {"embd": 128}, settings, entries, "not"),
+        (facts | {"embd": "many"}, settings, entries, "embd"),
+        (facts | {"layers": []}, settings, entries, "range"),
+        (facts | {"layers": [7]}, settings, entries, "layers"),
+        (facts | {"kv_bits": 4}, settings, entries, "fit"),
+        (facts | {"rotaries": [{"frequencies": [1.0] * 100, "factor": 1.0}]}, settings, entries, "pairs"),
+        (layer(heads=3), settings, entries, "range"),
+        (layer(heads=2**30), settings, entries, "range"),
+        (layer(dim=2**30), settings, entries, "fit"),
+        (layer(ff=2**31 - 32), settings, entries, "fit"),
+        (layer(rotary=5), settings, entries, "range"),
+        (layer(kv_layer=0), settings, entries, "not there"),
+        (layer(hops=1), settings, entries, "do not know"),
+        (layer(mixer=9), settings, entries, "unknown"),
+        (layer(feed=2), settings, entries, "mixture"),
+        (facts, settings | {"blocks": 0}, entries, "range"),
+        (facts, settings | {"isa": "abacus"}, entries, "abacus"),
     ):
         with pytest.raises(core.FormatError, match=reason):
-            core.Core(bad_config, str(path), bad_entries)
+            core.Core(bad_facts, bad_settings, str(path), bad_entries)
 
 
 def test_bad_settings_are_typed_errors(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +212,7 @@ def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pyt
         raise BackendError("the native kernels are not built", hint="install a compiler")
 
     monkeypatch.setattr(runner, "load_core", missing)
-    assert "not built" in str(refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()))
+    assert "not built" in str(backend.refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()))
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -316,7 +324,7 @@ def test_ties_go_to_the_lowest_token(tmp_path: Path) -> None:
     made.close()
     packed = packed_path(local_files("tiny", path), tmp_path)
     facts, entries = pack.read_header(packed)
-    (head,) = (e for e in entries if e["name"] == "output.weight")
+    (head,) = (e for e in entries if e["name"] == "head.weight")
     raw = bytearray(packed.read_bytes())
     size = math.ceil(head["n"] / 32) * pack.FORMS["Q8_0"].strip_bytes(head["k"])
     raw[head["offset"] : head["offset"] + size] = bytes(size)

@@ -72,13 +72,12 @@ class RecordingScheduler(Scheduler):
         self._write("schedule", now=now, plan=None if plan is None else dataclasses.asdict(plan))
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> int:
+    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> None:
         """Do and log what was sampled and what the stop rules said to it."""
         self._verdicts.clear()
-        prompt_tokens = super().commit(plan, sampled, now, ms)
+        super().commit(plan, sampled, now, ms)
         tokens = {str(seq_id): list(chosen) for seq_id, chosen in sampled.items()}
         self._write("commit", sampled=tokens, now=now, ms=ms, verdicts=list(self._verdicts))
-        return prompt_tokens
 
     def fail_sequence(self, seq_id: SeqId, error: ShoalError) -> None:
         """Log and do."""

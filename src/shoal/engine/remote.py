@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.aio import AsyncFace
+from shoal.engine.inputs import refuse_arrival
 from shoal.errors import (
     BackendError,
     EngineClosedError,
@@ -97,6 +98,7 @@ class RemoteEngine(AsyncFace):
         """Events of one request as they come; the last has the result. Raises as `AsyncEngine.generate`."""
         if self._closed:
             raise EngineClosedError("the engine is closed", hint="make it again")
+        refuse_arrival(request)
         if self._spec is None:
             await self._describe()
         seed = request.sampling.seed

@@ -39,8 +39,8 @@ class ScheduledSequence:
     are there already. The table covers every fed position (and the chained ones) and may be longer. A table that
     did not change since an earlier step is the same object, so a runner may cache what it derives from it. The last
     `generated` of the tokens are output of the sequence, the ones before are its prompt. `top` counts for TOP
-    only. With LOGITS, `rows` asks for those after each of the last `rows` tokens fed, 1 <= rows <= len(tokens), at most
-    ModelSpec.max_rows.
+    only. With LOGITS and, unchained, with ARGMAX, `rows` asks for those after each of the last `rows` tokens fed,
+    1 <= rows <= len(tokens), at most ModelSpec.max_rows.
 
     Of a model with recurrent state, KV blocks are not all there is. A sequence's state goes on from its last step;
     where it has none in the runner and `start` is above 0, it starts from checkpoint `load`. A chunk that wants nothing

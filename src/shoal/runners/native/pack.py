@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
-from shoal.models.gguf import GgufTensor
+from shoal.models.decoder import Weight
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 STRIP, ALIGN = 32, 64
 _MAGIC = b"shoalpk1"
 _FOUR = np.uint8(4)  # shifts by a Python int widen the type
@@ -30,7 +30,47 @@ _SLAB_WEIGHTS = 1 << 21  # packed at a time: what it needs beside the file is so
 
 Codes: TypeAlias = NDArray[np.uint8]
 Scales: TypeAlias = NDArray[np.float16] | NDArray[np.float32]
-Order: TypeAlias = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Ones:
+    """The weight of a norm that has none."""
+
+    shape: tuple[int, ...]
+    name = "no weight"
+    type = "F32"
+
+    def values(self) -> NDArray[np.float32]:
+        """A fresh array."""
+        return np.ones(self.shape, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of the packed file: `weight` as a matrix of `shape` [n, k], or as a vector of `shape` [n].
+
+    `turned`: a vector made of [channels, taps] is stored as [taps, channels].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    weight: Weight | Ones
+    turned: bool = False
+
+    @property
+    def type(self) -> str:
+        """The GGML type."""
+        return self.weight.type
+
+    def encoded(self) -> NDArray[np.uint8]:
+        """The bytes of a matrix, uint8 [n, bytes of a row]: a view of the file, or a copy where its rows are picked."""
+        assert isinstance(self.weight, Weight)
+        return self.weight.encoded().reshape(self.shape[0], -1)
+
+    def values(self) -> NDArray[np.float32]:
+        """The numbers of a vector."""
+        values = self.weight.values()
+        return (values.T if self.turned else values).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +84,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How weights of one GGML type are packed. `codes` is bits a code: 4 or 8; 16 is f16, 17 bf16, without scales."""
+    """How weights of one GGML type are packed. `codes` is bits a code: 4 or 8; 16 is f16, 17 bf16, 18 float32."""
 
     codes: int
     block_bytes: int
@@ -58,7 +98,7 @@ class Form:
     def strip_bytes(self, k: int) -> int:
         """Bytes of 32 outputs by k inputs."""
         if self.take is None:
-            return k * STRIP * 2
+            return k * STRIP * self.block_bytes
         scales = k // self.group * STRIP * (4 if self.wide_scales else 2)
         return k * STRIP * self.codes // 8 + scales * (2 if self.has_min else 1)
 
@@ -149,6 +189,7 @@ FORMS = {
     "Q6_K": Form(8, 210, 256, _q6_k, wide_scales=True, group=16, offset_log2=5),
     "F16": Form(16, 2, 1, None),
     "BF16": Form(17, 2, 1, None),
+    "F32": Form(18, 4, 1, None),
 }
 
 
@@ -175,15 +216,16 @@ def _by_strip(values: NDArray[Any], groups: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(turned).view(np.uint8).reshape(strips, groups, -1)
 
 
-def packed_slabs(tensor: GgufTensor, order: Order | None = None) -> Iterator[NDArray[np.uint8]]:
-    """The packed bytes of a weight [n, k], a slab of strips at a time; its rows in `order` where given."""
-    form, (n, k) = FORMS[tensor.type], tensor.shape
-    raw = tensor.data.reshape(n, k // form.block, form.block_bytes)
+def packed_slabs(part: Part) -> Iterator[NDArray[np.uint8]]:
+    """The packed bytes of a weight [n, k], a slab of strips at a time."""
+    form, (n, k) = FORMS[part.type], part.shape
+    raw = part.encoded().reshape(n, k // form.block, form.block_bytes)
     step = max(_SLAB_WEIGHTS // k // STRIP, 1) * STRIP
     for first in range(0, n, step):
-        rows = raw[first : first + step] if order is None else raw[order[first : first + step]]
+        rows = raw[first : first + step]
         if form.take is None:
-            yield _by_strip(_pad(np.ascontiguousarray(rows).view(np.uint16).reshape(len(rows), k)), 1)
+            words = np.uint32 if form.block_bytes == 4 else np.uint16
+            yield _by_strip(_pad(np.ascontiguousarray(rows).view(words).reshape(len(rows), k)), 1)
             continue
         parts = form.take(rows)
         columns = [_interleave(_pad(parts.codes), form.codes), _by_strip(_pad(parts.d), k // 32)]
@@ -194,11 +236,12 @@ def packed_slabs(tensor: GgufTensor, order: Order | None = None) -> Iterator[NDA
 
 FACTS: dict[str, type] = {
     **dict.fromkeys(("name", "architecture"), str),
-    **dict.fromkeys(("layers", "embd", "heads", "kv_heads", "dim", "ff", "vocab", "rope_dim", "context"), int),
-    "eps": float,
-    "frequencies": list,
+    **dict.fromkeys(("embd", "vocab", "context"), int),
+    **dict.fromkeys(("embedding_scale", "logit_scale", "cap"), float),
+    "norm": dict,
+    **dict.fromkeys(("rotaries", "layers"), list),
 }
-"""What a packed file says of its model beside the tensors, as `describe.facts_of` makes it."""
+"""What a packed file says of its model beside the tensors (`describe.facts_of`); the extension checks the rest."""
 _TYPES: dict[str, type] = {"str": str, "int": int, "bool": bool}
 
 
@@ -217,7 +260,7 @@ class Entry:
     wide_scales: bool
 
 
-def entry_of(tensor: GgufTensor, offset: int) -> tuple[Entry, int]:
+def entry_of(tensor: Part, offset: int) -> tuple[Entry, int]:
     """Where a tensor goes and how many bytes it takes. `UnsupportedModelError` for a type without a kernel."""
     if len(tensor.shape) == 1:
         n = tensor.shape[0] if not tensor.name.endswith(".bias") else -(-tensor.shape[0] // STRIP) * STRIP
@@ -236,11 +279,8 @@ def entry_of(tensor: GgufTensor, offset: int) -> tuple[Entry, int]:
     ), size
 
 
-def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor], orders: dict[str, Order]) -> None:
-    """Pack tensors into the file at `path`, whole or not at all; `orders` has the rows' order of those that change it.
-
-    `StoreError` when the disk will not have it.
-    """
+def write_packed(path: Path, facts: dict[str, Any], tensors: list[Part]) -> None:
+    """Pack tensors into the file at `path`, whole or not at all. `StoreError` when the disk will not have it."""
     entries, offset = [], 0
     for tensor in tensors:
         entry, size = entry_of(tensor, offset)
@@ -257,7 +297,7 @@ def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor], o
                 file.write(_MAGIC + struct.pack("<Q", start) + text.ljust(start - 16))
                 for tensor, entry in zip(tensors, entries, strict=True):
                     file.seek(start + entry.offset)
-                    _write_tensor(file, tensor, entry, orders.get(tensor.name))
+                    _write_tensor(file, tensor, entry)
                 file.truncate(start + offset)
             Path(name).replace(path)
         finally:
@@ -269,12 +309,12 @@ def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor], o
         ) from error
 
 
-def _write_tensor(file: BinaryIO, tensor: GgufTensor, entry: Entry, order: Order | None) -> None:
+def _write_tensor(file: BinaryIO, tensor: Part, entry: Entry) -> None:
     if entry.codes == 0:
-        values = tensor.dequantize() if order is None else tensor.dequantize()[order]
+        values = tensor.values()
         file.write(np.pad(values, (0, entry.n - len(values))).astype("<f4").tobytes())
         return
-    for slab in packed_slabs(tensor, order):
+    for slab in packed_slabs(tensor):
         file.write(slab.data)
 
 
@@ -287,8 +327,6 @@ def _check_types(rows: list[dict[str, Any]], types: dict[str, type]) -> None:
                 isinstance(value, int) and not -1 <= value < (2**62 if name == "offset" else 2**31)
             ):
                 raise ValueError(f"{name} is {value!r}")
-        if not all(isinstance(f, float) for f in row.get("frequencies", [])):
-            raise ValueError("frequencies are not numbers")
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -36,10 +36,10 @@ constexpr int kSpan = 64;    // tokens that one softmax update takes: two blocks
 //   codes   4 bits: [4][64 B]   64 B = 16 outputs x 4 inputs, low nibbles inputs 8j..8j+3, high 8j+4..8j+7
 //           8 bits: [8][64 B]   64 B = 16 outputs x 4 inputs, inputs 4j..4j+3
 //
-// or, for f16 and bf16, nothing but [k][32] values. Q4_1 takes 640 bytes a group, 5 bits a weight.
+// or, for f16, bf16 and float, nothing but [k][32] values. Q4_1 takes 640 bytes a group, 5 bits a weight.
 //
 // A weight is d * (code - offset) + m. `offset` is a power of two (or 0) and has_min is false where it is not 0.
-enum class Codes : int { kFour = 4, kEight = 8, kHalf = 16, kBf16 = 17 };
+enum class Codes : int { kFour = 4, kEight = 8, kHalf = 16, kBf16 = 17, kFloat = 18 };
 struct Matrix {
     const uint8_t* data = nullptr;
     const float* bias = nullptr;  // [strips * 32] or null
@@ -63,14 +63,19 @@ struct Tile {
     int32_t* nsum = nullptr;
 };
 
-// One query row under attention, for one KV head. `state` is [group] maxima padded to 16, [group][16] sums, [group][dim].
+// One query row under attention, for one KV head. `state` is [group] maxima padded to 16, [group][16] sums, [group][v_dim].
 struct Row {
-    const uint8_t* q;  // [group][dim * 2 bytes], scaled by log2(e) / sqrt(dim): bf16; or dim codes of 8 bits and their Scaled
+    const uint8_t* q;  // [group][dim * 2 bytes], scaled by log2(e) and the scores' scale: bf16; or dim codes of 8 bits and their Scaled
     float* state;
-    int limit;         // it sees positions 0 .. limit - 1
+    int limit;         // it sees positions begin .. limit - 1
+    int begin;
 };
-struct Heads { int group, dim; };
-inline int state_floats(Heads h) { return (h.group + 15) / 16 * 16 + h.group * 16 + h.group * h.dim; }
+// `dim` of queries and keys, `v_dim` of values. `cap` > 0: scores become cap * tanh(score / cap), in units of log2(e).
+struct Heads {
+    int group, dim, v_dim;
+    float cap;
+};
+inline int state_floats(const Heads& h) { return (h.group + 15) / 16 * 16 + h.group * 16 + h.group * h.v_dim; }
 
 // A row of codes c: x = scale * c; sum128 is -128 times their sum.
 struct Scaled {
@@ -80,9 +85,35 @@ struct Scaled {
 
 // KV of one block and one head, in 16 or 8 bits:
 //
-//   bf16   | K [dim/2][32 tokens][2] | V [16 pairs of tokens][dim][2] |
-//   8 bits | K [dim/4][32 tokens][4], codes + 128 | V [8 quads of tokens][dim][4] | scales of K [32] | of V [32], float |
-inline size_t kv_head_bytes(int dim, int bits) { return size_t(dim) * kBlock * size_t(bits / 4) + (bits == 8 ? kBlock * 8 : 0); }
+//   bf16   | K [dim/2][32 tokens][2] | V [16 pairs of tokens][v_dim][2] |
+//   8 bits | K [dim/4][32 tokens][4], codes + 128 | V [8 quads of tokens][v_dim][4] | scales of K [32] | of V [32], float |
+inline size_t kv_head_bytes(int dim, int v_dim, int bits) { return size_t(dim + v_dim) * kBlock * size_t(bits / 8) + (bits == 8 ? kBlock * 8 : 0); }
+
+// What a feed-forward does between its products. kClipped is gpt-oss's: the gate is cut at `limit`, up at both ends of it, and
+// the result is gate * sigmoid(alpha * gate) * (up + 1).
+enum class Activation : int { kSilu, kGelu, kRelu2, kClipped };
+
+// A causal convolution over the tokens of a sequence, each channel alone. `weight` [taps][channels], the newest token last.
+constexpr int kMostTaps = 8;
+struct Convolution {
+    const float *weight = nullptr, *bias = nullptr;
+    int channels = 0, taps = 0;
+    bool silu = false;  // applied to what comes out
+};
+
+// One head of a linear recurrence over `tokens` of a sequence. With S [dim][v_dim] the state, for one token after the other
+//
+//     u = beta * (v - decay * S'k)   (kDelta)      u = beta * v   (else)
+//     S = decay * S + k u'           o = S'q + skip * v           o takes v's place
+//
+// `state` holds S as [v_dim/32][dim][32]. Each number is one sum in one order, however the tokens are cut into calls.
+struct Recurrence {
+    const float *q, *k, *decay, *beta;  // decay, beta: [tokens]
+    float* v;
+    int tokens, qk_step, v_step, dim, v_dim;  // steps: from one token to the next
+    float skip;
+    bool delta;
+};
 
 struct Kernels {
     const char* name;
@@ -91,15 +122,21 @@ struct Kernels {
     void (*product)(const Matrix&, int strip, int strips, const Tile&, float* out, int ld, bool accumulate);
     void (*quantise)(const float* x, int k, const Tile&, int row, int first_input);
     void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);  // out may be x
-    void (*silu_mul)(float* gate, const float* up, int n);  // gate = silu(gate) * up
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, int n, float eps, float* out);  // bias may be null
+    void (*activate)(Activation, float* gate, const float* up, int n, float alpha, float limit);  // gate = f(gate) * up; up may be null
+    void (*gate_by)(float* x, const float* gate, int n, bool silu);  // x *= sigmoid(gate), or silu(gate)
+    void (*add_scaled)(float* x, const float* y, float scale, int n);  // x += scale * y
+    void (*soft_cap)(float* x, int n, float scale, float cap);  // x = cap * tanh(scale * x / cap); cap 0: scale * x
+    void (*convolve)(const Convolution&, float* x, const float* before, const float* after, int step, int tokens, float* state, int from, int to);
+    void (*recur)(const Recurrence&, float* state);
     void (*rotate)(float* x, const float* cosine, const float* sine, int half);  // pairs (x[i], x[half + i])
     void (*to_bf16_row)(const float* x, int n, float scale, uint16_t* out);
-    void (*start_row)(float* state, Heads);
+    void (*start_row)(float* state, const Heads&, const float* sinks);  // sinks: [group] scores of no token, or null
     Scaled (*to_codes)(const float* x, int n, int8_t* out);  // not finite: neither is the scale
     // Over KV in 16 bits and in 8.
     void (*attend[2])(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1, const Row* rows, int n,
-                      int first, Heads);
-    void (*finish_row)(const float* state, Heads, float* out);  // out [group][dim]
+                      int first, const Heads&);
+    void (*finish_row)(const float* state, const Heads&, float* out);  // out [group][v_dim]
     // The largest of x[0..n) after `best`, lowest index first; `bad` becomes NaN once some x is not finite.
     void (*best_of)(const float* x, int n, int first, float& best, int& index, float& bad);
 };

@@ -84,16 +84,21 @@ inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x,
         }
 }
 
-// f16 and bf16 weights times float activations x[k * step]. Four interleaved sums hide the latency of fma; their order is
+template <Codes kCodes> inline F load_dense(const uint8_t* p) {
+    if (kCodes == Codes::kFloat) return load(reinterpret_cast<const float*>(p));
+    return kCodes == Codes::kHalf ? load_half(reinterpret_cast<const uint16_t*>(p)) : load_bf16(reinterpret_cast<const uint16_t*>(p));
+}
+
+// f16, bf16 and float weights times float activations x[k * step]. Four interleaved sums hide the latency of fma; their order is
 // fixed too.
 template <Codes kCodes>
 inline void dense_row(const Matrix& w, const uint8_t* data, const float* x, int step, float* out, bool accumulate, F first) {
-    const uint16_t* p = reinterpret_cast<const uint16_t*>(data);
+    constexpr int kLine = kStrip * (kCodes == Codes::kFloat ? 4 : 2);
     F acc[4] = {first, set(0.f), set(0.f), set(0.f)};
     for (int k = 0; k < w.k; k += 4) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            const F v = kCodes == Codes::kHalf ? load_half(p + (k + j) * kStrip) : load_bf16(p + (k + j) * kStrip);
+            const F v = load_dense<kCodes>(data + size_t(k + j) * kLine);
             acc[j] = fma(v, set(x[size_t(k + j) * step]), acc[j]);
         }
     }
@@ -130,7 +135,8 @@ inline StripFn choose(const Matrix& w, int rows) {
 inline void dense_strip(const Matrix& w, const uint8_t* data, int half, const Tile& x, float* out, int ld, bool accumulate, const F* first) {
     for (int r = 0; r < x.rows; r++) {
         float* at = out + size_t(r) * ld;
-        if (w.codes == Codes::kHalf) dense_row<Codes::kHalf>(w, data + half * 32, x.x + r, x.rows, at, accumulate, *first);
+        if (w.codes == Codes::kFloat) dense_row<Codes::kFloat>(w, data + half * 64, x.x + r, x.rows, at, accumulate, *first);
+        else if (w.codes == Codes::kHalf) dense_row<Codes::kHalf>(w, data + half * 32, x.x + r, x.rows, at, accumulate, *first);
         else dense_row<Codes::kBf16>(w, data + half * 32, x.x + r, x.rows, at, accumulate, *first);
     }
 }

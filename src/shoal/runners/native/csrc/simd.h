@@ -41,7 +41,7 @@ inline F round_even(F a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 inline F scale2(F a, F r) { return {_mm512_scalef_ps(a.v, r.v)}; }  // a * 2^r for whole r in [-126, 127]
 inline float hmax(F a) { return _mm512_reduce_max_ps(a.v); }
 inline float hadd(F a) { return _mm512_reduce_add_ps(a.v); }
-inline F first_lanes(F a, int n, F rest) { return {_mm512_mask_mov_ps(rest.v, n >= 16 ? 0xffff : __mmask16((1u << n) - 1), a.v)}; }
+inline F first_lanes(F a, int n, F rest) { return {_mm512_mask_mov_ps(rest.v, n >= 16 ? 0xffff : __mmask16((1u << (n < 0 ? 0 : n)) - 1), a.v)}; }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I to_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest even
 inline I as_int(F a) { return {_mm512_castps_si512(a.v)}; }
@@ -291,6 +291,18 @@ inline F exp2_of(F x) {
     p = fma(p, f, set(2.402264791e-1f));
     p = fma(p, f, set(6.931472028e-1f));
     return scale2(fma(p, f, set(1.f)), r);
+}
+
+// 1 / (1 + exp(-x)): exp(min(x, 0)) / (1 + exp(-|x|)) cannot overflow.
+inline F sigmoid(F x) {
+    const F minus = sub(set(0.f), x), size = max2(minus, x), below = sub(set(0.f), max2(set(0.f), minus));
+    return div(exp2_of(mul(below, set(1.44269504f))), add(set(1.f), exp2_of(mul(size, set(-1.44269504f)))));
+}
+
+// To an absolute error of 1e-7.
+inline F tanh_of(F x) {
+    const F size = max2(set(1e-30f), max2(sub(set(0.f), x), x)), e = exp2_of(mul(size, set(-2.f * 1.44269504f)));
+    return mul(x, div(div(sub(set(1.f), e), add(set(1.f), e)), size));
 }
 
 }}  // namespace shoal::(anonymous)
