@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loading import ModelCodec
+from shoal.models.traced import as_content
 from shoal.server.openai.schemas import ChatMessage, Tool, ToolCall
 from shoal.server.reasoning import effort_variables, history_field, markers_of, template_of
 
@@ -85,8 +86,8 @@ def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
     text = codec.tokenizer.chat_template.render(messages, tools=tools if native and tools else None, **variables)
     markers = markers_of(template)
     if chat.effort == "none" and markers is not None and text.rstrip().endswith(markers.begin):
-        text = f"{text}\n{markers.end}\n\n"  # the template has no switch
-    return codec.tokenizer.encode_chat(text + chat.prefill)
+        text += f"\n{markers.end}\n\n"  # the template has no switch
+    return codec.tokenizer.encode_chat(text + as_content(chat.prefill))
 
 
 def _in_order(messages: Sequence[ChatMessage], *, native: bool) -> list[ChatMessage]:
