@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.models.gguf import GgufTensor
+from shoal.models.decoder import StoredTensor
 
 GROUP = 32
 _CENTRE = 128  # the zero point of symmetric codes
@@ -52,8 +52,8 @@ def stack(parts: Sequence[Codes]) -> Codes:
     )
 
 
-def encode(tensor: GgufTensor) -> Codes:
-    """Codes of a 2-D tensor whose inputs are a multiple of 32. Raises what `GgufTensor.dequantize` raises."""
+def encode(tensor: StoredTensor) -> Codes:
+    """Codes of a 2-D tensor whose inputs are a multiple of 32. Raises what `dequantize` raises."""
     raw = tensor.data.reshape(tensor.shape[0], -1)
     if tensor.type == "Q8_0":
         return _q8_0(raw)
