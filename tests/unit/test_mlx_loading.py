@@ -30,6 +30,7 @@ from tests.support import tiny_gguf
 from tests.support.mlx_tiny import VOCAB, tiny_runner, write_tiny
 from tests.support.native_tiny import write_blocks
 from tests.support.runners import real_runner
+from tests.support.tiny_models import write_model
 
 mx = pytest.importorskip("mlx.core")
 
@@ -137,11 +138,21 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, damage: str) -> Non
     refused(ModelFormatError, path, str(path))
 
 
-def test_a_tensor_type_that_mlx_cannot_hold_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    path = write_blocks(tmp_path / "m.gguf", "Q4_K")
-    refused(UnsupportedModelError, path, "Q4_K", "native")
-    with pytest.raises(UnsupportedModelError, match="Q4_K"):
+def test_a_family_that_its_models_lack_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "gemma3")
+    refused(UnsupportedModelError, path, "scaled embeddings", "native")
+    with pytest.raises(UnsupportedModelError, match="scaled embeddings"):
         choose_runner(EngineConfig(runner="mlx"), LocalModel.read(local_files("m", path)))
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("Q4_K", 1e-6), ("Q6_K", 1e-3)])
+def test_k_quants_keep_their_codes_or_are_rounded_to_eight_bits(kind: str, limit: float, tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", kind)
+    tokens = np.random.default_rng(1).integers(0, 100, 30).tolist()
+    exact = oracle.logits(describe(read_gguf(path)), tokens)[-1:]
+    runner = load(path)
+    assert oracle.mean_kl(exact, row_of(runner, tokens)[None]) < limit
+    runner.close()
 
 
 def test_a_cache_that_cannot_be_batched_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

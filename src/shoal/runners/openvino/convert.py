@@ -20,8 +20,9 @@ from shoal.errors import ModelFormatError, UnsupportedModelError
 from shoal.models import families
 from shoal.models.decoder import Decoder, Linear, Norm, Weight
 from shoal.models.gguf import read_gguf
+from shoal.runners.affine import GROUP
 from shoal.runners.openvino.store import ConvertedModel, Description, open_converted, write_converted
-from shoal.runners.openvino.weights import GROUP, Codes, encode, stack
+from shoal.runners.openvino.weights import Codes, encode, stack
 from shoal.runners.plain import Plain, PlainLayer, plain
 
 __all__ = ["VERSION", "Codes", "converted", "describe", "encode"]
