@@ -11,7 +11,14 @@ from pydantic import BaseModel
 from shoal.server.anthropic.schemas import CountRequest, MessagesRequest
 from shoal.server.openai.fields import Common, Sampled
 from shoal.server.openai.responses_schemas import ResponsesRequest
-from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from shoal.server.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+)
 from shoal.server.swarmbench.schemas import PullRequest, RenameRequest, SettingsRequest, StopRequest, SwarmRequest
 from tests.support.live import Live, error_of
 
@@ -25,6 +32,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "`POST /v1/messages`": (MessagesRequest, CountRequest),
     "`POST /v1/messages/count_tokens`": (CountRequest, Common),
     "`POST /tokenize`": (TokenizeRequest, None),
+    "`POST /detokenize`": (DetokenizeRequest, None),
     "`POST /models/load`": (LoadRequest, None),
     "`POST /models/unload`": (UnloadRequest, None),
     "`POST /swarmbench/runs`": (SwarmRequest, None),

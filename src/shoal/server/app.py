@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from shoal import __version__
 from shoal.engine.inputs import InputProcessor
+from shoal.engine.loading import ModelCodec
 from shoal.errors import ShoalError
 from shoal.server.anthropic.messages import count_tokens, messages
 from shoal.server.anthropic.schemas import CountRequest, MessagesRequest
@@ -36,7 +37,14 @@ from shoal.server.openai.completions import completions
 from shoal.server.openai.prompts import Chat, prompt_tokens
 from shoal.server.openai.responses import responses
 from shoal.server.openai.responses_schemas import ResponsesRequest
-from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from shoal.server.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+)
 
 _ERRORS = {
     400: "A field is wrong; `param` names it",
@@ -156,6 +164,45 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
             return {"tokens": tokens, "count": len(tokens), "max_model_len": served.engine.spec.context_length}
         finally:
             api.hub.release(served)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        served = api.hub.acquire(body.model)
+        try:
+            return {"prompt": await asyncio.to_thread(_text, served.engine.inputs, body.tokens)}
+        finally:
+            api.hub.release(served)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        served = api.hub.acquire(None)
+        try:
+            return _tokenizer_info(served.engine.inputs)
+        finally:
+            api.hub.release(served)
+
+
+def _tokenizer_info(inputs: InputProcessor) -> dict[str, Any]:
+    codec = inputs.codec
+    if not isinstance(codec, ModelCodec):
+        raise ApiError(404, "the served model has no tokenizer to tell of", code="not_supported")
+    tokenizer = codec.tokenizer
+    ends = sorted(tokenizer.eos_ids)
+    names = {"bos_token": tokenizer.bos_id, "eos_token": ends[0] if ends else None}
+    told = {name: _spelt(tokenizer, token) for name, token in names.items()}
+    return {**told, "pad_token": told["eos_token"], "chat_template": tokenizer.chat_template.source}
+
+
+def _spelt(tokenizer: Any, token: int | None) -> str | None:
+    return None if token is None else tokenizer.token_bytes(token, special=True).decode("utf-8", "replace")
+
+
+def _text(inputs: InputProcessor, tokens: list[int]) -> str:
+    if inputs.codec is None:
+        raise bad_request("the served model has no tokenizer", "model")
+    if not all(0 <= token < inputs.spec.vocab_size for token in tokens):
+        raise bad_request(f"tokens go from 0 to {inputs.spec.vocab_size - 1}", "tokens")
+    return b"".join(map(inputs.codec.token_bytes, tokens)).decode("utf-8", "replace")
 
 
 def _tokens(inputs: InputProcessor, body: TokenizeRequest) -> list[int]:
