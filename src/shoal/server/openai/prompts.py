@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import groupby
 from typing import Any
 
-from shoal.engine.inputs import Codec
+from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loading import ModelCodec
 from shoal.server.openai.schemas import ChatMessage, Tool, ToolCall
 
@@ -41,6 +41,21 @@ class Chat:
     variables: Mapping[str, Any] | None = None
 
 
+def prompt_tokens(inputs: InputProcessor, chat: Chat) -> list[int]:
+    """Tokens of a conversation up to where the answer begins, for the model that is served.
+
+    Raises `InvalidRequestError`, and `PromptTooLongError` before a conversation that is far too long is rendered.
+    """
+    assert inputs.codec is not None
+    inputs.check_text(*map(_content, chat.messages), *map(_described, chat.tools))
+    return chat_tokens(inputs.codec, chat)
+
+
+def _described(tool: Tool) -> str:
+    """A tool as the model reads it."""
+    return _json(tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}))
+
+
 def tool_style(codec: Codec) -> ToolStyle:
     """The format of the model's family, read off its chat template."""
     source = _template(codec)
@@ -61,7 +76,7 @@ def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
     messages = [_message(message, native=native) for message in _in_order(chat.messages, native=native)]
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in chat.tools]
     if tools and not native:
-        messages = _with_system(messages, _EXPLAIN.format(tools="\n".join(map(_json, tools))))
+        messages = _with_system(messages, _EXPLAIN.format(tools="\n".join(map(_described, chat.tools))))
     if not isinstance(codec, ModelCodec):
         return codec.encode_messages(messages)
     variables = dict(chat.variables or {})
