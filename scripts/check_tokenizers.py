@@ -4,9 +4,9 @@
     scripts/check_tokenizers.py DIR_OR_GGUF... [--llama PYTHON [--names]] [--texts 300]
 
 Beside `X.gguf`, `X.gguf.inp` holds texts divided by a line, and `X.gguf.out` the ids of each. `--llama` names the
-Python of an environment with `llama_cpp`: there the same random texts are tokenised, special tokens parsed and not; with
-`--names` also with every known name of a pre-tokenizer put into byte-level vocabularies. Prints a line a file; the exit
-status is 1 if anything differs.
+Python of an environment with `llama_cpp`: there the same random texts are tokenised, special tokens parsed and not;
+with `--names` also with every known name of a pre-tokenizer put into byte-level vocabularies. Prints a line a file;
+the exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
