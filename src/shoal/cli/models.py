@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Fetch, list and remove models.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="smollm2-135m, or a hub id: org/name or org/name:file.gguf.")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="smollm2-135m, or a hub id: org/name, org/name:file.gguf, org/name:Q4_K_M."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
