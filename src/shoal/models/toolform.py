@@ -81,7 +81,8 @@ class ToolForm:
                 if self.null_content and not message["content"]:
                     message["content"] = None
             elif calls:
-                message = {"role": message["role"], "content": self._written(message["content"], calls)}
+                message = {**message, "content": self._written(message["content"], calls)}
+                del message["tool_calls"]
             if message["role"] == "tool":
                 if not self.results:
                     message = _as_user(message, named=several)

@@ -12,7 +12,9 @@ from typing import Any
 from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loading import ModelCodec
 from shoal.models.toolform import ToolForm
+from shoal.models.traced import as_content
 from shoal.server.openai.schemas import ChatMessage, Tool
+from shoal.server.reasoning import effort_variables, history_field, markers_of, template_of
 
 
 class ToolStyle(Enum):
@@ -30,6 +32,8 @@ class Chat:
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
     variables: Mapping[str, Any] | None = None
+    effort: str | None = None  # how much to think, "none" for not at all; None: as the template has it
+    prefill: str = ""  # how the answer begins
 
 
 def prompt_tokens(inputs: InputProcessor, chat: Chat) -> list[int]:
@@ -49,7 +53,7 @@ def _described(tool: Tool) -> str:
 
 def tool_style(codec: Codec) -> ToolStyle:
     """The format of the model's family, read off its chat template."""
-    source = _template(codec)
+    source = template_of(codec)
     if "[TOOL_CALLS]" in source:
         return ToolStyle.MISTRAL
     if "<|python_tag|>" in source or "Environment: ipython" in source:
@@ -57,24 +61,26 @@ def tool_style(codec: Codec) -> ToolStyle:
     return ToolStyle.HERMES
 
 
-def _template(codec: Codec) -> str:
-    return (codec.tokenizer.chat_template.source or "") if isinstance(codec, ModelCodec) else ""
-
-
 def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
     """Tokens of a conversation up to where the answer begins. Raises `InvalidRequestError`.
 
     The template gets tools, calls and results in the form that it shows; a codec without one gets them as text.
     """
-    messages = [_message(message) for message in _in_order(chat.messages)]
+    template = template_of(codec)
+    thought = history_field(template)
+    messages = [_message(message, thought) for message in _in_order(chat.messages)]
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in chat.tools]
     if not isinstance(codec, ModelCodec):
-        return codec.encode_messages(ToolForm().fit(messages, tools)[0])
-    variables = dict(chat.variables or {})
+        messages, _ = ToolForm().fit(messages, tools)
+        return codec.encode_messages(messages) + codec.encode(chat.prefill, add_special=False)
+    variables = {**effort_variables(template, chat.effort), **(chat.variables or {})}
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
     text = codec.tokenizer.chat_template.render(messages, tools=tools, **variables)
-    return codec.tokenizer.encode_chat(text)
+    markers = markers_of(template)
+    if chat.effort == "none" and markers is not None and text.rstrip().endswith(markers.begin):
+        text += f"\n{markers.end}\n\n"  # the template has no switch
+    return codec.tokenizer.encode_chat(text + as_content(chat.prefill))
 
 
 def _in_order(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -98,13 +104,19 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """A message for the template."""
+def _message(message: ChatMessage, thought: str | None) -> dict[str, Any]:
+    """A message for the template.
+
+    `thought` is the field in which it takes what was thought; one that takes none is meant to see none of it.
+    """
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _content(message)}
+    reasoning = message.reasoning_content or message.reasoning
+    if thought is not None and reasoning is not None:
+        plain[thought] = reasoning
     if message.tool_calls:
         plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
             plain[name] = value
