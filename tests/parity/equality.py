@@ -18,6 +18,7 @@ import numpy as np
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.core.commands import PreemptAll
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import Output, RequestState, StepLoop
 from shoal.runners.base import Runner
@@ -169,7 +170,7 @@ def one_schedule(
             places[f"r{len(events)}"] = place
             out.seen["fork"] += 1
         elif dice < 0.08:
-            loop.scheduler.preempt_all(drop_cached=rng.random() < 0.5)
+            loop.scheduler.apply(PreemptAll(drop_cached=rng.random() < 0.5))
         loop.step()
         check_integrity(loop.scheduler)
     for i, log in events:

@@ -13,10 +13,11 @@ import pytest
 import shoal
 
 ROOT = Path(shoal.__file__).parent
-BASE = {"types", "errors", "config", "names"}
+BASE = {"types", "errors", "config", "names", "wire"}
 MAY_SEE = {
     "errors": set(),
     "names": set(),
+    "wire": {"errors"},
     "types": {"errors", "names"},
     "config": {"errors", "names", "types"},
     "core": BASE | {"runners.plan"},

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.config import EngineConfig
+from shoal.core.commands import PreemptAll, SetMaxStall
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
@@ -140,15 +141,12 @@ class Engine:
         sink: Sink | None,
         *,
         before: Output = NOTHING,
-        prefill_only: bool = False,
     ) -> Handle:
         (handle,) = self._register([prepared], sink)
         arrival = self._loop.clock()
 
         def join() -> None:
-            handle.request_state = self._loop.add(
-                handle.id, prepared, self._deliver, before=before, arrival=arrival, prefill_only=prefill_only
-            )
+            handle.request_state = self._loop.add(handle.id, prepared, self._deliver, before=before, arrival=arrival)
 
         self._post(join, handle.id)
         return handle
@@ -161,13 +159,13 @@ class Engine:
         """Name requests that are about to join: all or none. Refuses a name in use, a full queue, a closed engine."""
         if self.governor is not None:
             for prepared in arriving:
-                self.governor.admit(prepared.request.id)
+                self.governor.admit(prepared.spec.id)
         with self._lock:
             self._refuse_if_closed()
             waiting = len(self._sinks) + len(arriving) - 1 - self.config.max_batch
             if waiting >= self.config.max_queue:
                 raise self._queue_full(waiting)
-            handles = [Handle(self, self._name(prepared.request.id), prepared) for prepared in arriving]
+            handles = [Handle(self, self._name(prepared.spec.id), prepared) for prepared in arriving]
             for handle in handles:
                 self._sinks[handle.id] = sink or handle.put
         return handles
@@ -222,7 +220,7 @@ class Engine:
     def prefill(self, request: Request, *, sink: Sink | None = None) -> Handle:
         """Compute a request's prompt and no output; its KV is pinned when the result comes. Raises as `submit`."""
         refuse_arrival(request)
-        return self._submit(self.inputs.prepare(request), sink, prefill_only=True)
+        return self._submit(self.inputs.prepare(request, prefill_only=True), sink)
 
     def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:
         """Announce that requests beginning with `tokens` come in about `steps` steps: that prefix is evicted last."""
@@ -240,7 +238,7 @@ class Engine:
             parent = handle.request_state
             if parent is None or parent.seq.status is Status.FINISHED:
                 raise _cannot_fork("a finished request", handle.id)
-            if parent.seq.prefill_only:
+            if parent.seq.spec.prefill_only:
                 raise _cannot_fork("a prefill, which writes nothing,", handle.id)
             before = self._loop.share(parent)
             for child in children:
@@ -292,7 +290,7 @@ class Engine:
     def set_max_stall(self, ms: float) -> None:
         """Change `max_stall_ms` for the steps to come; `config` says the new one. ConfigError when out of range."""
         self.config = dataclasses.replace(self.config, max_stall_ms=ms)
-        self.call(lambda: self._loop.scheduler.set_max_stall(ms))
+        self.call(lambda: self._loop.scheduler.apply(SetMaxStall(ms)))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far."""
@@ -309,7 +307,7 @@ class Engine:
         def halt() -> None:
             self._suspended = True
             if drop_kv:
-                self._loop.scheduler.preempt_all(drop_cached=True)
+                self._loop.scheduler.apply(PreemptAll(drop_cached=True))
 
         self.call(halt)
 
@@ -405,7 +403,7 @@ class Engine:
                 inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
                 self._loop = StepLoop(runner, inputs, self.config, self.governor)
                 started.set_result(self._loop)
-                with contextlib.closing(self._loop.scheduler):
+                with contextlib.closing(self._loop):
                     self._serve(self._loop)
             finally:
                 runner.close()

@@ -95,7 +95,7 @@ class Call:
 
     def prompt(self, index: int) -> Sequence[int]:
         """The prompt of one generation, in tokens."""
-        return self._handles[index].prepared.tokens
+        return self._handles[index].prepared.spec.prompt
 
     def cut(self, index: int) -> None:
         """End one generation on purpose: what it has written so far is its answer."""
@@ -132,7 +132,7 @@ class Call:
         cached = sum(r.cached_tokens for r in results)
         self.record.update(
             model=self.served.name,
-            prompt_tokens=sum(len(handle.prepared.tokens) for handle in self._handles),
+            prompt_tokens=sum(len(handle.prepared.spec.prompt) for handle in self._handles),
             generated_tokens=self._written,
             prefix_tokens=cached,
             cache_hit=cached > 0,
