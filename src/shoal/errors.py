@@ -66,15 +66,20 @@ class KVBudgetError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """`max_queue` requests already wait. `retry_after_s` is an estimate of when a place will be free."""
+    """As many requests wait as may. `retry_after_s` is an estimate of when a place will be free.
 
-    def __init__(self, message: str, *, value: object, limit: object, retry_after_s: float) -> None:
+    `param` is the limit: "max_queue", or "max_queue_tokens" for the tokens of their prompts.
+    """
+
+    def __init__(
+        self, message: str, *, value: object, limit: object, retry_after_s: float, param: str = "max_queue"
+    ) -> None:
         super().__init__(
             message,
-            param="max_queue",
+            param=param,
             value=value,
             limit=limit,
-            hint=f"retry in about {retry_after_s:.1f} s or raise max_queue",
+            hint=f"retry in about {retry_after_s:.1f} s or raise {param}",
         )
         self.retry_after_s = retry_after_s
 

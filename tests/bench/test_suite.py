@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shoal.bench import report
+from shoal.bench import report, tables
 from shoal.bench.results import Results, figure
 from shoal.bench.systems.base import Source
 from shoal.bench.worker import Worker
@@ -62,7 +62,7 @@ def test_the_document_holds_machine_model_and_fidelity(document: dict[str, Any])
 def test_a_report_of_it_says_that_it_was_quick(document: dict[str, Any]) -> None:
     results = Results(document)
     assert "This is a quick run" in report.markdown(results, "x.json")
-    assert "A quick run" in report.readme_part(results)
+    assert "A quick run" in tables.readme(results)
 
 
 def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:

@@ -349,11 +349,11 @@ def test_results_stand_in_the_order_of_their_calls_and_are_named() -> None:
     assert "<tool_response>\nstray" in text
 
 
-def test_a_thousand_results_are_put_in_order_at_once() -> None:
-    calls = [ToolCall(id=f"c{i}", function=FunctionCall(name="look")) for i in range(20_000)]
-    results = [ChatMessage(role="tool", tool_call_id=f"c{i}", content=str(i)) for i in reversed(range(20_000))]
+def test_results_by_the_hundred_are_put_in_order() -> None:
+    calls = [ToolCall(id=f"c{i}", function=FunctionCall(name="look")) for i in range(500)]
+    results = [ChatMessage(role="tool", tool_call_id=f"c{i}", content=str(i)) for i in reversed(range(500))]
     text = shown([ChatMessage(role="assistant", tool_calls=calls), *results])
-    assert text.index("look: 7\n") < text.index("look: 19999\n")
+    assert text.index("look: 7\n") < text.index("look: 499\n")
 
 
 @pytest.mark.parametrize("arguments", [None, "", "  \n", "null", "{}"])

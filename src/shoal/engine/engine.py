@@ -60,7 +60,9 @@ class Engine:
         self._mailbox = Mailbox()
         self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
         self._lock = threading.Lock()
-        self._sinks: dict[str, Sink] = {}  # requests in flight; whoever removes one delivers its last event
+        # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
+        self._sinks: dict[str, tuple[Sink, int]] = {}
+        self._tokens = 0  # of them all
         self._names = itertools.count(1)
         self._closing = False
         self._suspended = False
@@ -164,10 +166,14 @@ class Engine:
             self._refuse_if_closed()
             waiting = len(self._sinks) + len(arriving) - 1 - self.config.max_batch
             if waiting >= self.config.max_queue:
-                raise self._queue_full(waiting)
+                raise self._queue_full(f"{waiting} requests wait", waiting, "max_queue")
+            tokens = self._tokens - self.spec.kv_capacity
+            if tokens > 0 and tokens + sum(len(p.spec.prompt) for p in arriving) > self.config.max_queue_tokens:
+                raise self._queue_full(f"requests of {tokens} prompt tokens wait", tokens, "max_queue_tokens")
             handles = [Handle(self, self._name(prepared.spec.id), prepared) for prepared in arriving]
             for handle in handles:
-                self._sinks[handle.id] = sink or handle.put
+                self._sinks[handle.id] = sink or handle.put, len(handle.prepared.spec.prompt)
+                self._tokens += len(handle.prepared.spec.prompt)
         return handles
 
     def _name(self, wanted: str | None) -> str:
@@ -180,11 +186,11 @@ class Engine:
             )
         return wanted
 
-    def _queue_full(self, waiting: int) -> QueueFullError:
+    def _queue_full(self, why: str, value: int, param: str) -> QueueFullError:
         rate = self._loop.finished_per_s
         retry = min(max(1.0 / rate, 0.1), 60.0) if rate else 1.0
-        limit = self.config.max_queue
-        return QueueFullError(f"{waiting} requests wait already", value=waiting, limit=limit, retry_after_s=retry)
+        limit = getattr(self.config, param)
+        return QueueFullError(f"{why} already", value=value, limit=limit, retry_after_s=retry, param=param)
 
     def run(
         self, requests: Sequence[Request], on_tokens: OnTokens | None = None, *, prefix: PrefixCache | None = None
@@ -250,7 +256,7 @@ class Engine:
             self._post(lambda: self._withdraw(children))
             with self._lock:
                 for child in children:
-                    self._sinks.pop(child.id, None)
+                    self._forget(child.id)
             raise
         return children
 
@@ -376,17 +382,24 @@ class Engine:
     def _deliver(self, event: Event) -> None:
         """Pass an event on, unless its request was ended meanwhile by the watchdog or by closing."""
         with self._lock:
-            sink = self._sinks.pop(event.request_id, None) if event.finished else self._sinks.get(event.request_id)
+            sink, _ = self._sinks.get(event.request_id, (None, 0))
+            if event.finished:
+                self._forget(event.request_id)
         if sink is not None:
             sink(event)
+
+    def _forget(self, name: str) -> None:
+        """A request has ended, or does not join after all. Called under the lock."""
+        _, tokens = self._sinks.pop(name, (None, 0))
+        self._tokens -= tokens
 
     def _end_all(self, error: ShoalError, reason: FinishReason) -> None:
         """End whatever has not ended, from outside the loop."""
         with self._lock:
-            sinks, self._sinks = self._sinks, {}
+            sinks, self._sinks, self._tokens = self._sinks, {}, 0
         now = self._loop.clock()
         known = {state.request_id: state.result(now, reason, error) for state in self._loop.states}
-        for name, sink in sinks.items():
+        for name, (sink, _) in sinks.items():
             result = known.get(name) or Result(name, (), "", reason, 0, None, 0.0, 0, error=error)
             try:
                 sink(Event(name, result=result))

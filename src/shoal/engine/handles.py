@@ -56,6 +56,11 @@ class Handle:
         return self._result
 
     @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        return self.prepared.spec.prompt
+
+    @property
     def state(self) -> str:
         """Where it stands: "queued", "prefill", "decoding" or "finished". It may have moved on by the time you look."""
         if self._result is not None:

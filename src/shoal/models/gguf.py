@@ -196,6 +196,14 @@ def read_gguf(path: Path | str) -> GgufModel:
     return _describe(path, metadata, tensors)
 
 
+def read_metadata(path: Path | str) -> Mapping[str, Value]:
+    """Only the metadata of the file at `path`, whatever its model is. Raises `ModelFormatError` as `read_gguf`."""
+    path = Path(path)
+    parser = _Parser(path, _map(path))
+    _read_header(parser)
+    return MappingProxyType(_read_metadata(parser))
+
+
 def _map(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:

@@ -19,7 +19,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from shoal import __version__
+from shoal.engine.inputs import InputProcessor
 from shoal.errors import ShoalError
+from shoal.server.body import BodyRoute
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request, from_shoal, from_validation
 from shoal.server.gate import Gate
@@ -29,7 +31,7 @@ from shoal.server.logs import memory_mb
 from shoal.server.metrics import Metrics
 from shoal.server.openai.chat import chat_completions
 from shoal.server.openai.completions import completions
-from shoal.server.openai.prompts import Chat, chat_tokens
+from shoal.server.openai.prompts import Chat, prompt_tokens
 from shoal.server.openai.responses import responses
 from shoal.server.openai.responses_schemas import ResponsesRequest
 from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
@@ -87,6 +89,7 @@ def create_app(
         await hub.close()
 
     app = FastAPI(title="shoal", version=__version__, lifespan=life, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app.router.route_class = BodyRoute
     _generation_routes(app, api)
     _model_routes(app, api)
     _watch_routes(app, api)
@@ -123,19 +126,21 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         served = api.hub.acquire(body.model)
         try:
-            tokens = await asyncio.to_thread(_tokens, served.engine.inputs.codec, body)
+            tokens = await asyncio.to_thread(_tokens, served.engine.inputs, body)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": served.engine.spec.context_length}
         finally:
             api.hub.release(served)
 
 
-def _tokens(codec: Any, body: TokenizeRequest) -> list[int]:
+def _tokens(inputs: InputProcessor, body: TokenizeRequest) -> list[int]:
+    codec = inputs.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "model")
     if body.messages is not None:
-        return chat_tokens(codec, Chat(body.messages, body.tools or ()))
-    special = body.add_special_tokens is not False
-    return list(codec.encode(body.prompt, add_special=special))
+        return prompt_tokens(inputs, Chat(body.messages, body.tools or ()))
+    text = body.prompt or ""
+    inputs.check_text(text)
+    return codec.encode(text, add_special=body.add_special_tokens is not False)
 
 
 def _model_routes(app: FastAPI, api: Api) -> None:

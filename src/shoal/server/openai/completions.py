@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
@@ -57,12 +57,12 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     if not given:
         raise bad_request("prompt is empty", "prompt")
     if isinstance(given[0], int):
-        return [[token for token in given if isinstance(token, int)]]
-    return [prompt for prompt in given if isinstance(prompt, str | list)]
+        return [given]
+    return cast("list[Prompt]", given)
 
 
 def _requests(api: Api, served: Served, body: CompletionRequest, prompts: Sequence[Prompt]) -> Sequence[Request]:
-    codec = served.engine.inputs.codec
+    inputs = served.engine.inputs
     requests = []
     arguments = body.sampling()
     if body.logprobs is not None:
@@ -72,9 +72,9 @@ def _requests(api: Api, served: Served, body: CompletionRequest, prompts: Sequen
         arguments["prompt_logprobs"] = max(count for count in told if count is not None)
     seeds = choice_seeds(arguments.pop("seed", None), body.n or 1)
     for prompt in prompts:
-        if isinstance(prompt, str) and codec is None:
+        if isinstance(prompt, str) and inputs.codec is None:
             raise bad_request("the served model has no tokenizer: send token ids", "prompt")
-        tokens = prompt if isinstance(prompt, list) else codec.encode(prompt, add_special=True) if codec else []
+        tokens = prompt if isinstance(prompt, list) else inputs.encode(prompt)
         if not tokens:
             raise bad_request("prompt is empty", "prompt")
         # 16 is what the API documents for this endpoint.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from shoal.server.openai.fields import Sampled, Strict, contradiction
+from shoal.server.openai.fields import Listed, Sampled, Strict, at_most, contradiction
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+MAX_TOOLS = 512  # of a call, and calls in a message
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -50,13 +52,14 @@ class ChatMessage(Strict):
     """One message of a conversation, the caller's or one that an answer brought."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Listed[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[Listed[ToolCall], at_most(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    annotations: list[dict[str, Any]] | None = None
+    reasoning: str | None = None
+    annotations: Listed[dict[str, Any]] | None = None
     audio: None = None
     function_call: None = None
 
@@ -90,7 +93,7 @@ class Tool(Strict):
 class NamedFunction(Strict):
     """A name."""
 
-    name: str
+    name: Annotated[str, Field(max_length=128)]
 
 
 class NamedTool(Strict):
@@ -132,22 +135,23 @@ class ResponseFormat(Strict):
 class ChatRequest(Sampled):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[Listed[Tool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Listed[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     audio: None = None
     prediction: None = None
     web_search_options: None = None
     functions: None = None
     function_call: None = None
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=2**31)] | None = None
     moderation: None = None
     prompt_cache_options: None = None
     verbosity: None = None
@@ -159,10 +163,31 @@ class ChatRequest(Sampled):
         return self
 
 
+def _kind_of_prompts(given: Any) -> str | None:
+    """Which branch a prompt is held to: its first element tells. None for what is none of them."""
+    first = given[0] if isinstance(given, list) and given else ""
+    kinds = {str: "Texts", int: "Tokens", list: "TokenLists"}
+    return "Text" if isinstance(given, str) else kinds.get(type(first)) if isinstance(given, list) else None
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("Text")]
+    | Annotated[Listed[str], Tag("Texts")]
+    | Annotated[Listed[int], Tag("Tokens")]
+    | Annotated[Listed[Listed[int]], Tag("TokenLists")],
+    Discriminator(
+        _kind_of_prompts,
+        custom_error_type="prompt",
+        custom_error_message="it must be a text, a list of texts, a list of token ids, or a list of such lists",
+    ),
+]
+"""The four forms of a prompt, of which only one is tried."""
+
+
 class CompletionRequest(Sampled):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -181,8 +206,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: Listed[ChatMessage] | None = None
+    tools: Annotated[Listed[Tool], at_most(MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")

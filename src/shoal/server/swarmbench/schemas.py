@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shoal.agents.swarm import Specialist
+from shoal.agents.cards import Specialist
 from shoal.server.openai.fields import Finite, Strict
 
 MAX_AGENTS = 8
