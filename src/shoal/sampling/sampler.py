@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import InvalidRequestError
+from shoal.splitmix import GOLDEN, MASK, mix
 from shoal.types import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -41,14 +42,6 @@ INVALID_TOKEN = -1
 _BLOCK = 256  # entries summed at once in the walk over a whole row
 _BUCKETS_FROM = 4096  # entries from which on grouping them by size is quicker than sorting them
 _LOWEST = np.finfo(np.float32).min
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -58,13 +51,13 @@ def uniform(seed: int, position: int) -> float:
     finaliser is applied to the seed first, so that the sequences of two seeds do not overlap when the seeds are near.
     The 53 high bits give the number.
     """
-    key = _mix((seed + _GOLDEN) & _MASK64)
-    return float(_mix((key + (position + 1) * _GOLDEN) & _MASK64) >> 11) * 2.0**-53
+    key = mix((seed + GOLDEN) & MASK)
+    return float(mix((key + (position + 1) * GOLDEN) & MASK) >> 11) * 2.0**-53
 
 
 def derive_seed(seed: int, number: int) -> int:
     """A seed for branch `number` of a request with `seed`: 62 bits, far from the seeds of its siblings."""
-    return _mix((_mix(seed & _MASK64) + number * _GOLDEN) & _MASK64) >> 2
+    return mix((mix(seed & MASK) + number * GOLDEN) & MASK) >> 2
 
 
 class SamplerState:

@@ -34,7 +34,7 @@ KINDS = {
     "llama-server": Kind("http", "LlamaServer", "llama-server", ("q8",), peer=True, tells_logits=False),
     "genai": Kind("genai", "GenAI", "OpenVINO GenAI", ("q8",), peer=True),
     "mlx": Kind("mlx", "MlxLm", "mlx-lm", peer=True),
-    "url": Kind("http", "Server", "server", tells_logits=False),
+    "url": Kind("http", "AnyServer", "server", tells_logits=False),
 }
 """A peer more is a module of this folder and a line here."""
 
