@@ -35,7 +35,7 @@ class LibraryModel:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except BaseException as error:  # a panic of the library is no `Exception`, and would end the thread
-            if type(error).__name__ != "PanicException":
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ModelFormatError(f"the tokenizer is broken ({error})", hint="fetch the model again") from None
         return ids
