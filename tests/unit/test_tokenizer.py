@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import threading
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from shoal.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
@@ -151,6 +154,25 @@ def test_bytes_of_split_characters(default: Tokenizer) -> None:
 def test_surrogates_do_not_raise(default: Tokenizer) -> None:
     assert default.encode("\ud83d\ude00", add_special=False) == default.encode("😀", add_special=False)
     assert default.decode(default.encode("a\ud83d", add_special=False)) == "a\ufffd"
+
+
+SPELT = st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"])  # this vocabulary lacks bytes 0xF1 and up
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    text=st.text(max_size=40), pieces=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", " ", "\u0159", "👩🏽"]))
+)
+def test_content_comes_back_and_streams_without_replacement(default: Tokenizer, text: str, pieces: list[str]) -> None:
+    """Whatever a message says: no control token of it, its very text back, and no broken character on the way."""
+    content = text + "".join(pieces)
+    benign = default.encode_chat(default.chat_template.render([{"role": "user", "content": "x"}]))
+    ids = default.encode_chat(default.chat_template.render([{"role": "user", "content": content}]))
+    control = [token for token in ids if token in default.special_ids]
+    assert control == [token for token in benign if token in default.special_ids]
+    assert f"user\n{content}\n" in default.decode(ids)
+    decoder = codecs.getincrementaldecoder("utf-8")()  # strict: raises where a stream would show U+FFFD
+    assert f"user\n{content}\n" in "".join(decoder.decode(default.token_bytes(token)) for token in ids)
 
 
 def test_threads_do_not_share_the_special_switch(default: Tokenizer) -> None:
