@@ -329,6 +329,25 @@ def test_directory_with_sentencepiece(tmp_path: Path) -> None:
     assert tokenizer.chat_template.render([{"role": "user", "content": "x"}]) == "</s>"
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@given(pieces=st.lists(st.sampled_from(["a", "b", " ", "\u00e9", "</s>", "<s>", "<m>", "<r>", "<think>"])))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+def test_special_tokens_of_a_directory_are_found_as_the_library_does(
+    tmp_path_factory: pytest.TempPathFactory, scheme: str, pieces: list[str]
+) -> None:
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
+    vocab |= {piece: 259 + i for i, piece in enumerate(["▁", "a", "b", "▁a", "ab", "▁ab"])}
+    merges = [("▁", "a"), ("a", "b"), ("▁", "ab")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.ByteFallback()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", AddedToken("<m>", lstrip=True), AddedToken("<r>", rstrip=True)])
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer = tokenizer_from_directory(save(tmp_path_factory.mktemp("model"), backend))
+    text = "".join(pieces)
+    assert tokenizer.encode(text, add_special=False) == backend.encode(text, add_special_tokens=False).ids
+
+
 def test_named_templates_in_a_config(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     save(tmp_path, byte_level(), tokenizer_config={"chat_template": named})

@@ -27,10 +27,12 @@ class LibraryModel:
         backend.encode_special_tokens = True  # they are found before, by `Tokenizer`
         self._backend = backend
         self._space_first = _take_first_space(backend)
+        added = backend.get_added_tokens_decoder().values()
+        self._spaceless = (" ", SPACE, *(token.content for token in added if not token.special))
 
     def encode(self, text: str, *, first: bool) -> list[int]:
         """Ids of a piece of plain text. Raises `ModelFormatError` when the vocabulary's own tables lead nowhere."""
-        if first and self._space_first and text[:1] not in (" ", SPACE):
+        if first and self._space_first and not text.startswith(self._spaceless):
             text = " " + text
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
