@@ -324,6 +324,11 @@ class Result:
     error: ShoalError | None = None
     queue_s: float | None = None
 
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        why = self.finish_reason if self.error is None else f"{self.finish_reason}: {self.error}"
+        return f"<Result {self.id!r}: {len(self.tokens)} tokens, {why}, {text!r}>"
+
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix tree."""
