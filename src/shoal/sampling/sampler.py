@@ -31,6 +31,7 @@ from shoal.types import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from shoal.sampling.grammar import Constraint
+    from shoal.sampling.thinking import ThinkingLimit
 
 Floats: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
@@ -75,10 +76,12 @@ class SamplerState:
         prompt_tokens: Sequence[int] = (),
         eos_ids: Collection[int] = (),
         constraint: Constraint | None = None,
+        limit: ThinkingLimit | None = None,
     ) -> None:
         """`eos_ids` are the model's end tokens; with the stop ids they are banned until `min_tokens` are output.
 
-        `constraint` is where the output stands in its grammar, not shared with another state.
+        `constraint` is where the output stands in its grammar, `limit` in its thinking; neither is shared with another
+        state.
         Raises `InvalidRequestError` when `logit_bias` names a token that the vocabulary lacks.
         """
         for token in params.logit_bias:
@@ -93,6 +96,7 @@ class SamplerState:
         self.params = params
         self.seed = seed
         self.constraint = constraint
+        self.limit = limit
         self.num_output = 0
         self._bias_ids = np.array(list(params.logit_bias.keys()), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
@@ -110,6 +114,8 @@ class SamplerState:
         self.num_output += 1
         if self.constraint is not None:
             self.constraint.accept(token)
+        if self.limit is not None:
+            self.limit.accept(token)
         self._count(token)
 
     def take_forced(self) -> tuple[int, ...]:
@@ -122,6 +128,8 @@ class SamplerState:
         forced = self.constraint.take_forced()
         for token in forced:
             self.num_output += 1
+            if self.limit is not None:
+                self.limit.accept(token)
             self._count(token)
         return forced
 
@@ -145,7 +153,8 @@ class SamplerState:
         """True when the next token's logits are changed before the choice."""
         occurred = self._penalises and len(self._slots) > 0
         biased = len(self._bias_ids) > 0 or self.constraint is not None
-        return occurred or biased or self.num_output < self.params.min_tokens
+        forced = self.limit is not None and self.limit.forced is not None
+        return occurred or biased or forced or self.num_output < self.params.min_tokens
 
     def shape(self, z: Floats) -> None:
         """Apply penalties, bias and bans to `z`, float32 [V], in place, and last the mask of the grammar."""
@@ -166,6 +175,9 @@ class SamplerState:
             z[self._end_ids] = -np.inf
         if self.constraint is not None:
             self.constraint.mask(z)
+        if self.limit is not None and (token := self.limit.forced) is not None:
+            z[:] = -np.inf
+            z[token] = 0.0
 
 
 def sample(logits: Floats, states: Sequence[SamplerState]) -> tuple[Ids, list[TokenLogprob | None]]:
