@@ -1,4 +1,4 @@
-"""A swarm: one question, up to eight specialists, one batch; and a card for each, for whoever shows them.
+"""A swarm: one question, up to eight specialists, one batch; and a card for each, to be shown.
 
 The prompts of a swarm share everything but their last line, so the prefix tree computes rules and question once and
 each agent adds a dozen tokens of its own. The agents are a `Graph` of siblings and, if wanted, a synthesis.
@@ -57,7 +57,7 @@ SPECIALISTS = (
 SYNTHESIS = Specialist(
     "Synthesis", "Join these notes into one answer to the question, in four short sentences at most."
 )
-"""Who reads what the others wrote, once they have ended."""
+"""The agent that reads what the others wrote, once they have ended."""
 
 
 def swarm_sampling(max_tokens: int, temperature: float, seed: int) -> SamplingParams:
@@ -84,7 +84,7 @@ def swarm_messages(question: str, specialist: Specialist) -> list[Message]:
 
 
 def notes_text(notes: Sequence[tuple[str, str]]) -> str:
-    """What several wrote, pairs of a name and a text, as one who reads it is given it."""
+    """What several agents wrote, pairs of a name and a text, as it stands in the prompt of the synthesis."""
     return "\n\n".join(["Notes:", *(f"{name}: {text.strip()}" for name, text in notes)])
 
 
@@ -100,7 +100,7 @@ class Swarm:
     Invariant: a submitted agent is followed to its one last event, also after `abort` or when another was refused. All
     methods belong to one event loop. With `serial` each agent is submitted when the one before has ended, everything
     else being equal. With a `synthesis` one more agent reads what the others wrote, once they have ended; its card is
-    not among `cards`. Without `sharing` each agent is in a namespace that nobody else has, so that no prefix is found
+    not among `cards`. Without `sharing` each agent has a namespace of its own, so that no prefix is found
     or left. `deadline_s` is that of each agent, from when it is submitted.
     """
 
@@ -249,7 +249,7 @@ class Swarm:
         self._news.set()
 
     async def _synthesise(self, run: Run, *texts: str | None) -> Node | None:  # noqa: ARG002 - aborted agents wrote too
-        """Add the agent that reads what there is, or nothing when there is nothing or nobody wants it any more."""
+        """Add the synthesis to the run; nothing when no agent wrote anything, or when the synthesis was aborted."""
         card = self.synthesis
         assert card is not None
         notes = [(other.name, other.text) for other in self.cards if other.text.strip()]
