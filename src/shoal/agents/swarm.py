@@ -26,7 +26,6 @@ from shoal.agents.build.graph import Graph
 from shoal.agents.build.policy import skip
 from shoal.agents.cards import Card, CardState, Specialist, Summary
 from shoal.agents.run.engines import leaving
-from shoal.agents.run.events import EventKind, Outcome
 from shoal.agents.run.events import State as NodeState
 from shoal.engine.aio import AsyncEngine
 from shoal.errors import InvalidRequestError, ShoalError
@@ -167,6 +166,7 @@ class Swarm:
         if self._work.done() or all(card.finished for card in self.everyone):
             self._concluded = True
             await self._work
+        self._settle()
         for card in self.everyone:
             card.look()
         ended, self._ended_cards = self._ended_cards, []
@@ -222,11 +222,10 @@ class Swarm:
                 for card in self.everyone:
                     if card.finished and card in self._node_of:  # aborted before it began
                         self._run.discard(self._node_of[card])
-                async for event in self._run:
-                    if event.kind is EventKind.ENDED and event.node is not None and event.outcome is not None:
-                        self._node_ended(event.node, event.outcome)
+                await self._run.result()
         finally:
             engine.detach()
+            self._settle()
             for card in self.everyone:
                 if not card.finished:
                     card.state = CardState.ABORTED
@@ -234,13 +233,14 @@ class Swarm:
         if self._refusal is not None:
             raise self._refusal
 
-    def _node_ended(self, node: Node, outcome: Outcome) -> None:
-        """A node without a request of its own has ended: the same call was made already, or it was refused."""
-        card = self._card_of.get(node.id)
-        if card is not None and not card.finished:
-            card.text = outcome.text or ""
-            card.state = CardState.DONE if outcome.state is NodeState.DONE else CardState.FAILED
-            self._card_ended(card)
+    def _settle(self) -> None:
+        """Bring up to date the cards whose nodes ended without a request: the same call was made already, or failed."""
+        for card, node in self._node_of.items():
+            outcome = None if card.finished or self._run is None else self._run.outcome(node)
+            if outcome is not None:
+                card.text = outcome.text or ""
+                card.state = CardState.DONE if outcome.state is NodeState.DONE else CardState.FAILED
+                self._card_ended(card)
 
     def _card_ended(self, card: Card) -> None:
         self._ended_cards.append(card)
