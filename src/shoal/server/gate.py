@@ -1,7 +1,7 @@
 """What every call passes first: request ids, the API key, limits on the body, the log.
 
 Plain ASGI, so that a streamed answer passes through without being touched, and the disconnect of a client is seen by
-whoever awaits `receive`.
+the code that awaits `receive`.
 """
 
 from __future__ import annotations
