@@ -25,7 +25,7 @@ from shoal.errors import (
 )
 from shoal.types import FinishReason, Result
 
-RETRY_S = 5  # when a model is being switched, it is not known how long that takes
+RETRY_S = 5  # when a model is being switched, nobody knows how long it takes
 
 
 class ApiError(Exception):
