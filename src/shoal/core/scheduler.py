@@ -183,7 +183,8 @@ class Scheduler:
         if not self.config.prefix_sharing:
             return
         hashes = self.kv.tree.path_hashes(command.tokens, command.namespace)
-        tell = self.kv.tree.announce if isinstance(command, Expect) else self.kv.tree.withdraw
+        eviction = self.kv.tree.eviction
+        tell = eviction.announce if isinstance(command, Expect) else eviction.withdraw
         tell(hashes, command.due)
 
     def _share(self, seq_id: SeqId) -> None:
