@@ -26,6 +26,7 @@ from shoal.engine.record import RecordingScheduler
 from shoal.errors import CallbackError, RunnerError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.sampling.grammar import gave_up
 from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top, score
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord, TokenLogprob
 
@@ -375,7 +376,7 @@ class StepLoop:
         """End a request whose row left no token to choose, alone."""
         seq_id, constraint = state.seq.seq_id, state.sampler.constraint
         if constraint is not None and constraint.error is not None:
-            error = RunnerError(f"the grammar gave up: {constraint.error}", hint="make the schema or grammar simpler")
+            error = gave_up(state.prepared.sampling, constraint.error)
             self.scheduler.abort(seq_id, FinishReason.ERROR, error)
         else:
             self.scheduler.fail_sequence(seq_id, _not_finite())

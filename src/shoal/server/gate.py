@@ -106,6 +106,8 @@ class _Call:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            if "note" in self.record:  # what a handler tells beside its answer
+                message["headers"].append((b"x-shoal-note", self.record["note"].encode("ascii", "replace")))
         await self._send(message)
 
     def done(self, metrics: Metrics) -> None:

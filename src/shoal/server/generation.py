@@ -45,10 +45,12 @@ class Call:
         self._cut: set[int] = set()
         self._written = 0
         self._released = False
+        self._names: Mapping[str, str] = {}
 
     def submit(self, prepare: Prepare, names: Mapping[str, str]) -> None:
         """Prepare and submit all requests; on a worker thread, for templates, tokenizers and grammars take a while."""
         engine, outbox = self.served.engine, self._outbox
+        self._names = names
         engine.on_step_start(outbox.wake)
         try:
             for index, request in enumerate(prepare(self.served)):
@@ -89,7 +91,11 @@ class Call:
     def _note(self, index: int, result: Result) -> None:
         self.results[index] = result
         self._api.metrics.count_generation(result)
-        error = None if index in self._cut and result.finish_reason is FinishReason.ABORTED else from_result(result)
+        error = (
+            None
+            if index in self._cut and result.finish_reason is FinishReason.ABORTED
+            else from_result(result, self._names)
+        )
         if error is not None:
             raise error
 
@@ -183,6 +189,8 @@ class Api:
             call.record["body"] = body.model_dump(exclude_none=True)
         try:
             await asyncio.to_thread(call.submit, prepare, names)
+            if body.note is not None:
+                call.record["note"] = body.note
         except BaseException:
             call.abort()
             call.close()
