@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import InvalidRequestError
 from shoal.runners.fake import ByteTokenizer
-from shoal.sampling.grammar import Constraint, GrammarCompiler
+from shoal.sampling.grammar import Constraint, GrammarCompiler, json_options
 from shoal.sampling.schema import check_schema, closed, translated, unchecked_formats
 from shoal.types import SamplingParams
 
@@ -172,6 +172,27 @@ def test_formats_are_followed_or_ignored_and_told() -> None:
     assert unchecked_formats(schema) == ["phone", "color"]
     assert translated(schema)["properties"]["c"] == {"enum": [{"format": "no format"}]}
     assert schema["properties"]["format"]["format"] == "phone"
+
+
+@pytest.mark.parametrize(
+    ("schema", "space"),
+    [
+        ({"type": "object", "properties": A}, False),
+        ({"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}}, True),
+        ({"type": "object", "properties": {"a": {"anyOf": [{"type": ["null", "array"]}]}}}, True),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/l"}}, "$defs": {"l": {"prefixItems": [A]}}}, True),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {"a": {}}}, True),
+        ({"enum": ["a", [1, 2]]}, False),
+    ],
+)
+def test_one_space_may_stand_where_lists_may_be_and_no_more(schema: dict[str, Any], space: bool) -> None:
+    options = json_options(schema)
+    assert (options["whitespace_pattern"] is not None) == space
+    listed = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+    assert takes(listed, '{ "a": [ 1, 2 ] }')
+    assert takes(listed, '{"a":[1,2]}')
+    assert not any(takes(listed, text) for text in ('{  "a":[1]}', '{"a":[1 , 2]} ', '{\n"a":[1]}', '{"a":\t[]}'))
 
 
 # -- bounds of work -----------------------------------------------------------------------------------------------

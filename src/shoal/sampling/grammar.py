@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BackendError, InvalidRequestError
-from shoal.sampling.schema import check_schema, translated
+from shoal.sampling.schema import check_schema, may_hold_lists, translated
 from shoal.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,17 +30,24 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 200_000  # characters of a regular expression, a grammar, or a schema as JSON
 _KEPT = 128  # compiled grammars per model
+LIST_SPACE = "(?: )?"
 
-# Between the parts of JSON a space may stand, or a line break and what a line is indented by: without, small models
-# close most lists at once. It cannot go on without end. A schema's own `x-guidance` must not change that.
-JSON_OPTIONS: JsonCompileOptions = {
-    "whitespace_flexible": False,
-    "whitespace_pattern": r"(?: |\n {0,16})?",
-    "item_separator": ",",
-    "key_separator": ":",
-    "lenient": False,
-    "coerce_one_of": False,
-}
+
+def json_options(schema: Mapping[str, Any]) -> JsonCompileOptions:
+    """How JSON is laid out: with one space between its parts where it may hold lists, else with none.
+
+    Where no space may stand a small model closes its lists at once, and line breaks cost twice the tokens for the same
+    items (`scripts/json_space.py`). A schema's own `x-guidance` must not change that, nor make separators of its own.
+    """
+    return {
+        "whitespace_flexible": False,
+        "whitespace_pattern": LIST_SPACE if may_hold_lists(schema) else None,
+        "item_separator": ",",
+        "key_separator": ":",
+        "lenient": False,
+        "coerce_one_of": False,
+    }
+
 
 # Eight bits of a mask as what to add to eight logits: a fifth of the time of unpacking them all.
 _BIAS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
@@ -293,7 +300,7 @@ def _compiled(param: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
     if param == "json_schema":
         schema: dict[str, Any] = json.loads(source)
         check_schema(schema)
-        text = LLMatcher.grammar_from_json_schema(dict(translated(schema)), overrides=JSON_OPTIONS)
+        text = LLMatcher.grammar_from_json_schema(dict(translated(schema)), overrides=json_options(schema))
     elif param == "regex":
         text = LLMatcher.grammar_from_regex(source)
     else:

@@ -217,6 +217,22 @@ def unchecked_formats(schema: Mapping[str, Any]) -> list[str]:
     return list(found)
 
 
+def may_hold_lists(schema: Mapping[str, Any]) -> bool:
+    """True when a value of the schema may have a list in it."""
+    found = False
+
+    def look(part: dict[str, Any]) -> dict[str, Any]:
+        nonlocal found
+        says = any(key in part for key in ("properties", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"))
+        listed = "items" in part or "prefixItems" in part or ("type" in part and _may_be(part, "array"))
+        free = _may_be(part, "object") and not says  # any value, or any object
+        found = found or listed or free
+        return part
+
+    map_schema(schema, look)
+    return found
+
+
 def _translated(part: dict[str, Any]) -> dict[str, Any]:
     part = _in_range(part)
     patterns = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.engine.inputs import InputProcessor
 from shoal.errors import InvalidRequestError
-from shoal.sampling.grammar import JSON_OPTIONS, GrammarCompiler
+from shoal.sampling.grammar import GrammarCompiler, json_options
 from shoal.sampling.schema import check_schema, closed, translated, unchecked_formats
 from shoal.server.errors import bad_request
 from shoal.server.openai.prompts import ToolStyle
@@ -196,4 +196,4 @@ def _optional(tools: Sequence[Tool], style: ToolStyle) -> str:
 
 def _json(schema: Mapping[str, Any]) -> str:
     """A schema as the right side of a Lark rule."""
-    return f"%json {json.dumps({**translated(schema), 'x-guidance': JSON_OPTIONS})}\n"
+    return f"%json {json.dumps({**translated(schema), 'x-guidance': json_options(schema)})}\n"
