@@ -7,8 +7,10 @@ scheduler has changed since, and the replay says at which step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from shoal.core.stop import StopChecker, Verdict
 from shoal.errors import ModelFormatError, ShoalError, StoreError
 from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
 from shoal.types import FinishReason, Namespace, SamplingParams
+
+log = logging.getLogger(__name__)
 
 _SEQUENCE_FIELDS = (
     "arrival", "deadline", "greedy", "group", "max_tokens", "path", "prefill_only", "prompt_len", "rank", "scored",
@@ -46,11 +50,19 @@ class RecordingScheduler(Scheduler):
         return StoreError(f"the record cannot be written: {error}", value=str(self._path), hint="give another path")
 
     def _write(self, kind: str, **fields: Any) -> None:
+        """Write an entry. A log that cannot be written any more (a full disk) ends; the engine goes on without."""
+        if self._file.closed:
+            return
         try:
             self._file.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
             self._file.flush()
         except OSError as error:
-            raise self._unwritable(error) from error
+            log.error("%s; the engine goes on without", self._unwritable(error))
+            self._end_file()
+
+    def _end_file(self) -> None:
+        with contextlib.suppress(OSError):  # what is in its buffer still does not fit
+            self._file.close()
 
     def add(self, seq: Sequence) -> None:
         """Log and do."""
@@ -121,7 +133,7 @@ class RecordingScheduler(Scheduler):
 
     def close(self) -> None:
         """Close the log."""
-        self._file.close()
+        self._end_file()
 
 
 class _LoggingChecker(StopChecker):

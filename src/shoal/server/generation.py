@@ -155,7 +155,9 @@ class Call:
         results = [self.results[i] for i in sorted(self.results)]
         prompt = sum(r.prompt_tokens for r in results[::per_prompt])
         output = sum(len(r.tokens) for r in results)
-        cached = sum(min(r.cached_tokens, r.prompt_tokens) for r in results[::per_prompt])
+        whole = self.served.engine.spec.block_size if self._api.config.share_prefixes else 1
+        found = (min(r.cached_tokens, r.prompt_tokens) for r in results[::per_prompt])
+        cached = sum(tokens // whole * whole for tokens in found)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
@@ -185,6 +187,8 @@ class Api:
         call = Call(self, self.hub.acquire(body.model), http)
         task, agent = body.agent()
         call.record.update(task_id=task, agent_id=agent)
+        if not self.config.share_prefixes:
+            body.of_caller(http.scope["state"].get("caller", ""))
         if self.config.log_prompts:
             call.record["body"] = body.model_dump(exclude_none=True)
         try:

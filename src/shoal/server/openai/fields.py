@@ -96,6 +96,7 @@ class Common(Strict):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
 
     _unchecked: list[str] = PrivateAttr(default_factory=list)
+    _caller: str = PrivateAttr("")
 
     def note_unchecked(self, formats: Sequence[str]) -> None:
         """Remember formats of schemas that the answer is not held to; the answer's headers tell."""
@@ -117,8 +118,12 @@ class Common(Strict):
         return tiers.get(self.service_tier or "auto", Priority.NORMAL)
 
     def namespace(self) -> Namespace:
-        """Prefixes are shared only among calls with one `prompt_cache_key`."""
-        return Namespace(task=self.prompt_cache_key or "")
+        """Prefixes are shared only among calls with one `prompt_cache_key` and of one caller."""
+        return Namespace(task=self.prompt_cache_key or "", agent=self._caller)
+
+    def of_caller(self, caller: str) -> None:
+        """Say whose call it is: a name of the API key."""
+        self._caller = caller
 
     def agent(self) -> tuple[str | None, str | None]:
         """Task and agent for the log: from the metadata, or the fields nearest to it."""

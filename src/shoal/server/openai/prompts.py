@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loading import ModelCodec
+from shoal.server.errors import bad_request
 from shoal.server.openai.schemas import ChatMessage, Tool, ToolCall
 
 
@@ -82,6 +83,8 @@ def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
     variables = dict(chat.variables or {})
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
+    if "self" in variables:
+        raise bad_request("chat_template_kwargs: `self` is no name for a variable", "chat_template_kwargs")
     text = codec.tokenizer.chat_template.render(messages, tools=tools if native and tools else None, **variables)
     return codec.tokenizer.encode_chat(text)
 
