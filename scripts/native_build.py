@@ -73,7 +73,7 @@ def build(out: Path = ROOT, *, extra: list[str] | None = None, optimise: str = "
     jobs = kernel_jobs(machine, optimise)
     jobs += [
         (f"{n}.o", [*baseline, str(ROOT / "csrc" / f"{n}.cpp")])
-        for n in ("attend", "cpu", "feed", "layers", "model", "pool", "recur", "step")
+        for n in ("attend", "cpu", "feed", "layers", "model", "pack", "pool", "recur", "step")
     ]
     loose = ["-fno-strict-aliasing", "-DNDEBUG"]
     jobs.append(("binding.o", [*baseline, *includes, *loose, str(ROOT / "csrc" / "binding.cpp")]))

@@ -101,7 +101,7 @@ def test_rope_scaling(tmp_path: Path) -> None:
     assert model.rope_theta == 5e5
 
 
-@pytest.mark.parametrize("key", sorted(set(HYPERPARAMETERS) - {"attention.head_count_kv"}))
+@pytest.mark.parametrize("key", sorted(set(HYPERPARAMETERS) - {"attention.head_count_kv", "feed_forward_length"}))
 def test_a_missing_hyperparameter_is_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(UnsupportedModelError, match="'llama'"):
         read_gguf(write(tmp_path / "a.gguf", skip=key))

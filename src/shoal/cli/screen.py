@@ -7,7 +7,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from shoal.agents.swarm import Card, State, Swarm
+from shoal.agents.cards import Card, CardState
+from shoal.agents.swarm import Swarm
 from shoal.cli.console import note, printable
 
 if TYPE_CHECKING:
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 _COLOURS = {
-    State.QUEUED: "dim",
-    State.PREFILL: "yellow",
-    State.DECODING: "cyan",
-    State.DONE: "green",
-    State.FAILED: "red",
-    State.ABORTED: "magenta",
+    CardState.QUEUED: "dim",
+    CardState.PREFILL: "yellow",
+    CardState.DECODING: "cyan",
+    CardState.DONE: "green",
+    CardState.FAILED: "red",
+    CardState.ABORTED: "magenta",
 }
 _MIN_WIDTH = 38  # of a card; below this, fewer columns
 
@@ -52,7 +53,7 @@ def make_screen(question: str, model: str, work: Swarm, *, quiet: bool) -> Scree
 
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_dumb_terminal:
-            return Grid(console, question, model, work)
+            return CardGrid(console, question, model, work)
     return Silent(model) if quiet else Plain(model, work)
 
 
@@ -97,7 +98,7 @@ class Plain(Silent):
         print(summary_line(self._work), flush=True)
 
 
-class Grid:
+class CardGrid:
     """A grid of cards, each with the end of its text while it streams and with all of it at the end."""
 
     def __init__(self, console: Console, question: str, model: str, work: Swarm) -> None:

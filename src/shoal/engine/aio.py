@@ -103,7 +103,7 @@ class AsyncEngine(AsyncFace):
         """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         put = self._sink(events.put_nowait)
-        handle = await _off_loop(partial(self.engine.submit, request, sink=put), undo=Handle.abort)
+        handle = await _off_loop(partial(self._submit, request, put), undo=Handle.abort)
         finished = False
         try:
             while not finished:
@@ -113,6 +113,10 @@ class AsyncEngine(AsyncFace):
         finally:
             if not finished:
                 handle.abort()
+
+    def _submit(self, request: Request, sink: Callable[[Event], None]) -> Handle:
+        """Hand a request of `generate` to the engine; on a thread that may wait."""
+        return self.engine.submit(request, sink=sink)
 
     def _sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
         """A sink for the engine whose events `receive` gets on the running event loop."""
@@ -164,6 +168,12 @@ class AsyncEngine(AsyncFace):
         assert result is not None
         return pinned_by(self.engine, handle, result)
 
+    def detach(self) -> None:
+        """Take no more events from the engine, which goes on: for one face of many over it, when it has no request."""
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+
     async def close(self) -> None:
         """End what is in flight and free the model. Idempotent."""
         if self._loaded is not None:
@@ -197,6 +207,7 @@ class Outbox:
         self._loop = loop
         self._letters: deque[tuple[Callable[[Event], None], Event]] = deque()
         self._woken = False
+        self._closed = False
 
     @classmethod
     def of_running_loop(cls, known: Outbox | None) -> Outbox:
@@ -213,14 +224,18 @@ class Outbox:
         return lambda event: letters.append((receive, event))
 
     def wake(self) -> bool:
-        """Let the event loop take what lies here; on any thread. False once that loop is closed and nobody listens."""
+        """Let the event loop take what lies here; on any thread. False once nobody listens there any more."""
         if self._letters and not self._woken:
             self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
                 return False
-        return not self._loop.is_closed()
+        return not (self._closed or self._loop.is_closed())
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self._closed = True
 
     def _deliver(self) -> None:
         self._woken = False  # first: what comes from here on wakes us again

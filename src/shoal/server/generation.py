@@ -43,6 +43,7 @@ class Call:
         self._wave: Wave = []
         self._waiter: asyncio.Future[None] | None = None
         self._cut: set[int] = set()
+        self.thinking_tokens = 0  # of what was written
         self._written = 0
         self._released = False
         self._names: Mapping[str, str] = {}
@@ -101,7 +102,7 @@ class Call:
 
     def prompt(self, index: int) -> Sequence[int]:
         """The prompt of one generation, in tokens."""
-        return self._handles[index].prepared.tokens
+        return self._handles[index].prompt_tokens
 
     def cut(self, index: int) -> None:
         """End one generation on purpose: what it has written so far is its answer."""
@@ -138,7 +139,7 @@ class Call:
         cached = sum(r.cached_tokens for r in results)
         self.record.update(
             model=self.served.name,
-            prompt_tokens=sum(len(handle.prepared.tokens) for handle in self._handles),
+            prompt_tokens=sum(len(handle.prompt_tokens) for handle in self._handles),
             generated_tokens=self._written,
             prefix_tokens=cached,
             cache_hit=cached > 0,
@@ -163,7 +164,7 @@ class Call:
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.thinking_tokens, "audio_tokens": 0},
         }
 
 

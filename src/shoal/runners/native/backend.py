@@ -20,7 +20,7 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
     """Why the kernels cannot run here, or leave this model to another runner."""
     from shoal.models import families
     from shoal.runners.native import describe as describe_native
-    from shoal.runners.native.runner import load_core
+    from shoal.runners.native.core import load_core
 
     try:
         load_core()
@@ -57,7 +57,8 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
 
 def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | None) -> RunnerCard:
     """Threads, instruction sets and the size of the packed weights."""
-    from shoal.runners.native.runner import load_core, packed_path
+    from shoal.runners.native.core import load_core
+    from shoal.runners.native.runner import packed_path
 
     core = load_core()
     asked = os.environ.get("SHOAL_ISA", "auto")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 from collections.abc import Sequence
 from operator import itemgetter
@@ -18,6 +18,7 @@ from shoal.models.files import ModelFiles
 from shoal.models.gguf import read_gguf
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
+from shoal.runners.native.core import load_core
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 
 KvPrecision: TypeAlias = Literal["auto", "bf16", "u8"]
@@ -28,17 +29,6 @@ MAX_CHECKPOINTS = 64
 MAX_TOP = 128  # a longer list is kept in order by the kernels more slowly than numpy finds it
 _WANTS = {Want.NOTHING: 0, Want.ARGMAX: 1, Want.LOGITS: 2, Want.TOP: 3}
 _ROWS = 64  # rows of logits that the estimate of a step's memory counts
-
-
-def load_core() -> Any:
-    """The compiled extension. `BackendError` when this installation has none."""
-    try:
-        return importlib.import_module("shoal.runners.native._core")
-    except ImportError as error:
-        raise BackendError(
-            f"the native kernels are not built ({error})",
-            hint="install a C++ compiler and reinstall shoal, or use runner='openvino'",
-        ) from error
 
 
 class NativeRunner:
@@ -82,17 +72,22 @@ class NativeRunner:
         core = load_core()
         path = packed_path(files, cache_dir)
         try:
-            facts, entries = pack.read_header(path)
+            packed = pack.read_header(path)
         except ModelFormatError:
-            write_packed(files, path)
-            facts, entries = pack.read_header(path)
+            packed = _pack_again(files, path)
+        facts = packed.facts
         facts["kv_bits"] = 8 if kv_precision == "u8" else 16
         isa = os.environ.get("SHOAL_ISA", "auto")
         try:
             spec = _spec(core, facts, path, kv_bytes, memory_bytes, max_step_tokens, max_batch)
             settings: dict[str, Any] = {"blocks": spec.num_blocks, "checkpoints": spec.num_checkpoints}
             settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa}
-            return cls(core.Core(facts, settings, str(path), entries), spec)
+            try:
+                made = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
+            except core.DamagedError:
+                packed = _pack_again(files, path)
+                made = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
+            return cls(made, spec)
         except core.FormatError as error:
             raise ModelFormatError(f"{path}: {error}", value=isa, hint="check SHOAL_ISA, or delete the file") from error
         except (MemoryError, RuntimeError) as error:
@@ -177,6 +172,17 @@ class NativeRunner:
 def packed_path(files: ModelFiles, cache_dir: Path) -> Path:
     """Where the packed form of a model lies. One layout serves all instruction sets."""
     return cache_dir / f"{files.key}.native-{pack.LAYOUT_VERSION}.pack"
+
+
+def _pack_again(files: ModelFiles, path: Path) -> pack.Packed:
+    """Pack, and remove what earlier versions of this package packed of the same model."""
+    write_packed(files, path)
+    for old in path.parent.glob(f"{files.key}.native-*.pack"):
+        version = old.name.removeprefix(f"{files.key}.native-").removesuffix(".pack")
+        if version.isdecimal() and int(version) < pack.LAYOUT_VERSION:
+            with contextlib.suppress(OSError):
+                old.unlink()
+    return pack.read_header(path)
 
 
 def write_packed(files: ModelFiles, path: Path) -> None:

@@ -88,9 +88,39 @@ void set_runner(Config& c, const nb::dict& d) {
 Entry entry_of(const nb::dict& d) {
     Entry e;
     e.name = get<std::string>(d, "name"), e.offset = get<size_t>(d, "offset"), e.n = get<int>(d, "n"), e.k = get<int>(d, "k");
-    e.codes = get<int>(d, "codes"), e.group = get<int>(d, "group"), e.offset_log2 = get<int>(d, "offset_log2");
-    e.has_min = get<bool>(d, "has_min"), e.wide_scales = get<bool>(d, "wide_scales");
+    e.codes = get<int>(d, "codes"), e.scales = get<int>(d, "scales");
+    e.offset_log2 = get<int>(d, "offset_log2"), e.unit_log2 = get<int>(d, "unit_log2"), e.table = get<std::vector<int>>(d, "table");
     return e;
+}
+
+Packed packed_of(const std::string& path, size_t start, const nb::list& entries, const std::vector<std::pair<size_t, uint64_t>>& pieces) {
+    Packed packed;
+    packed.path = path, packed.start = start;
+    for (nb::handle e : entries) packed.entries.push_back(entry_of(nb::cast<nb::dict>(e)));
+    for (const auto& [bytes, hash] : pieces) packed.pieces.push_back({bytes, hash});
+    return packed;
+}
+
+using Bytes = nb::ndarray<uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Source = nb::ndarray<const uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Strips first .. first + count - 1 of a matrix into `out`.
+void pack(const nb::dict& entry, const std::string& type, Source raw, int first, int count, Bytes out) {
+    const Matrix form = form_of(entry_of(entry));
+    const bool inside = first >= 0 && count >= 0 && first <= form.strips && count <= form.strips - first;
+    if (!inside || raw.size() != row_bytes(type, form.k) * size_t(form.n) || out.size() != form.strip_bytes * size_t(count))
+        throw FormatError("what is packed does not have the size of its form");
+    nb::gil_scoped_release release;
+    pack_strips(form, type, raw.data(), first, count, out.data());
+}
+
+// Row `row` of a packed matrix, as float32.
+void unpack(const nb::dict& entry, Source packed, int row, nb::ndarray<float, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+    Matrix form = form_of(entry_of(entry));
+    form.data = packed.data();
+    if (row < 0 || row >= form.strips * kStrip || packed.size() != form.strip_bytes * size_t(form.strips) || out.size() != size_t(form.k))
+        throw FormatError("what is unpacked does not have the size of its form");
+    unpack_row(form, row, out.data());
 }
 
 Plan plan_of(const nb::list& sequences, std::vector<std::pair<int, int>> copies, int chain) {
@@ -124,13 +154,21 @@ std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, co
 NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // an engine still open when the interpreter ends is no bug of ours
     nb::exception<PlanError>(m, "PlanError", PyExc_ValueError);
-    nb::exception<FormatError>(m, "FormatError", PyExc_ValueError);
+    auto format = nb::exception<FormatError>(m, "FormatError", PyExc_ValueError);
+    nb::exception<DamagedError>(m, "DamagedError", format);
     m.def("isas", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : supported_kernels()) names.push_back(kernels->name);
         return names;
     });
     m.def("cpus", &available_cpus, "CPUs this process may run on.");
+    m.def("strips_of", [](const nb::dict& entry) {
+        const Matrix form = form_of(entry_of(entry));
+        return std::pair<size_t, size_t>(form.strip_bytes, size_t(form.strips));
+    }, "Bytes of a strip, and how many strips there are. FormatError when there is no kernel for the form.");
+    m.def("pack", &pack);
+    m.def("unpack", &unpack);
+    m.def("hash", [](Source data) { return hash_of(data.data(), data.size()); });
     m.def("sizes", [](const nb::dict& facts) {
         std::vector<Layer> layers;
         size_t floats = 0;
@@ -139,13 +177,13 @@ NB_MODULE(_core, m) {
     }, "Bytes of a block of KV and of a sequence's recurrent state. FormatError for what the kernels cannot do.");
     nb::class_<Model>(m, "Core")
         .def("__init__",
-             [](Model* self, const nb::dict& facts, const nb::dict& runner, const std::string& path, const nb::list& entries) {
-                 std::vector<Entry> list;
-                 for (nb::handle e : entries) list.push_back(entry_of(nb::cast<nb::dict>(e)));
+             [](Model* self, const nb::dict& facts, const nb::dict& runner, const std::string& path, size_t start, const nb::list& entries,
+                const std::vector<std::pair<size_t, uint64_t>>& pieces) {
+                 const Packed packed = packed_of(path, start, entries, pieces);
                  Config c = config_of(facts);
                  set_runner(c, runner);
                  nb::gil_scoped_release release;
-                 new (self) Model(std::move(c), path, list);
+                 new (self) Model(std::move(c), packed);
              })
         .def("step", &step)
         .def("release", &Model::release)

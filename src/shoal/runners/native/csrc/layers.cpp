@@ -7,14 +7,6 @@
 
 namespace shoal {
 
-size_t strip_bytes(const Matrix& w) {
-    const size_t k = size_t(w.k);
-    if (w.codes == Codes::kFloat) return k * kStrip * 4;
-    if (w.codes == Codes::kHalf || w.codes == Codes::kBf16) return k * kStrip * 2;
-    const size_t scales = k / size_t(w.group) * kStrip * (w.wide_scales ? 4 : 2);
-    return k * kStrip / (w.codes == Codes::kFour ? 2 : 1) + scales * (w.has_min ? 2 : 1);
-}
-
 namespace {
 
 constexpr int kMostHeads = 4096, kMostDim = 512, kMostWidth = 1 << 20, kMostExperts = 1 << 14;
@@ -39,17 +31,8 @@ class Loader {
     Matrix matrix(const std::string& name, int n, int k) const { return matrix(name + ".weight", name + ".bias", n, k); }
     Matrix matrix(const std::string& name, const std::string& bias, int n, int k) const {
         const Entry& e = *find(name, false);
-        Matrix w;
-        w.n = n, w.k = k, w.strips = (n + kStrip - 1) / kStrip;
-        w.codes = Codes(e.codes), w.has_min = e.has_min, w.wide_scales = e.wide_scales, w.group = e.group, w.offset_log2 = e.offset_log2;
-        const auto bad = [&](const std::string& what) { fail("tensor " + name + " " + what); };
-        if (e.n != n || e.k != k || k % kGroup) bad("is " + std::to_string(e.n) + " x " + std::to_string(e.k) + ", not " + std::to_string(n) + " x " + std::to_string(k));
-        const bool dense = e.codes >= 16 && e.codes <= 18, coded = e.codes == 4 || e.codes == 8;
-        const bool halves = e.group == 16 && e.codes == 8 && !e.has_min && e.wide_scales;
-        const bool symmetric = !e.has_min && e.group == 32 && !e.wide_scales, asymmetric = e.has_min && e.group == 32;
-        if (!dense && !(coded && (halves || symmetric || asymmetric))) bad("has no kernel");
-        if (!dense && !e.has_min && (e.offset_log2 < 0 || e.offset_log2 > 7)) bad("has a bad offset");
-        w.strip_bytes = strip_bytes(w);
+        if (e.n != n || e.k != k) fail("tensor " + name + " is " + std::to_string(e.n) + " x " + std::to_string(e.k) + ", not " + std::to_string(n) + " x " + std::to_string(k));
+        Matrix w = form_of(e);
         w.data = range(e, w.strip_bytes * size_t(w.strips));
         w.bias = vector(bias, w.strips * kStrip, true);
         return w;

@@ -28,60 +28,13 @@ Pages::~Pages() {
     if (base_) munmap(base_, mapped_);
 }
 
-namespace {
-
-Pages read_file(const std::string& path) {
-    std::unique_ptr<FILE, int (*)(FILE*)> file(fopen(path.c_str(), "rb"), fclose);
-    if (!file || fseek(file.get(), 0, SEEK_END) != 0) throw FormatError(path + " cannot be read");
-    const long size = ftell(file.get());
-    rewind(file.get());
-    Pages pages(size_t(size > 0 ? size : 0));
-    if (size <= 0 || fread(pages.data(), 1, size_t(size), file.get()) != size_t(size)) throw FormatError(path + " cannot be read");
-    return pages;
-}
-
-}  // namespace
-
-void unpack_row(const Matrix& w, int row, float* out) {
-    const int lane = row % kStrip;
-    const uint8_t* data = w.data + size_t(row / kStrip) * w.strip_bytes;
-    if (w.codes == Codes::kFloat) {
-        const float* p = reinterpret_cast<const float*>(data) + lane;
-        for (int k = 0; k < w.k; k++) out[k] = p[k * kStrip];
-        return;
-    }
-    if (w.codes == Codes::kHalf || w.codes == Codes::kBf16) {
-        const uint16_t* p = reinterpret_cast<const uint16_t*>(data) + lane;
-        for (int k = 0; k < w.k; k++) {
-            const uint16_t x = p[k * kStrip];
-            out[k] = w.codes == Codes::kHalf ? from_half(x) : float_of(uint32_t(x) << 16);
-        }
-        return;
-    }
-    const bool four = w.codes == Codes::kFour;
-    const size_t code_bytes = four ? 256 : 512, share = w.strip_bytes / size_t(w.k / kGroup);
-    for (int g = 0; g < w.k / kGroup; g++) {
-        const uint8_t *codes = data + size_t(g) * share + size_t(lane / 16) * code_bytes, *scales = data + size_t(g) * share + 2 * code_bytes;
-        const auto scale = [&](int i) {
-            if (!w.wide_scales) return from_half(reinterpret_cast<const uint16_t*>(scales)[i]);
-            return reinterpret_cast<const float*>(scales)[i];
-        };
-        for (int i = 0; i < kGroup; i++) {
-            const int quad = lane % 16 * 4 + i % 4;
-            const int code = four ? codes[i / 8 * 64 + quad] >> (i % 8 < 4 ? 0 : 4) & 15 : codes[i / 4 * 64 + quad];
-            const float d = scale(i / w.group * kStrip + lane), m = w.has_min ? scale(kStrip + lane) : 0.f;
-            out[g * kGroup + i] = d * float(code - (w.has_min ? 0 : 1 << w.offset_log2)) + m;
-        }
-    }
-}
-
-Model::Model(Config config, const std::string& path, const std::vector<Entry>& entries) : config_(std::move(config)) {
+Model::Model(Config config, const Packed& packed) : config_(std::move(config)) {
     const Config& c = config_;
     block_bytes_ = lay_out(c, layers_, state_floats_);
     if (c.blocks < 1 || c.threads < 1 || c.checkpoints < 0) throw FormatError("a size of the runner is out of range");
     kernels_ = choose_kernels(c.isa);
-    weights_ = read_file(path);
-    load_layers(c, weights_, entries, layers_, embedding_, head_, norm_);
+    weights_ = read_packed(packed, c.threads);
+    load_layers(c, weights_, packed.entries, layers_, embedding_, head_, norm_);
     kv_pages_ = Pages(block_bytes_ * size_t(c.blocks));
     written_.resize(size_t(c.blocks)), claimed_.resize(size_t(c.blocks));
     checkpoints_.resize(size_t(c.checkpoints));

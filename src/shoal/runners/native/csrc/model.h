@@ -15,6 +15,7 @@ namespace shoal {
 // What is wrong with a plan or a model file; nothing was computed or changed.
 struct PlanError : std::runtime_error { using std::runtime_error::runtime_error; };
 struct FormatError : std::runtime_error { using std::runtime_error::runtime_error; };
+struct DamagedError : FormatError { using FormatError::FormatError; };  // to be packed again
 
 // Zeroed pages of their own, taken when first touched, in 2 MB pages where the system gives them (a quarter more bandwidth on
 // Zen 4: its prefetchers stop at page ends). Throws std::bad_alloc.
@@ -76,12 +77,21 @@ struct Config {
     std::string isa;  // "" or "auto": the best this CPU has
 };
 
-// Where a tensor lies in the packed file. `codes` 0 is a vector of n float32.
+// Where a tensor lies in the packed file, and its form: see Matrix. `codes` 0 is a vector of n float32.
 struct Entry {
     std::string name;
     size_t offset = 0;
-    int n = 0, k = 0, codes = 0, group = 32, offset_log2 = -1;
-    bool has_min = false, wide_scales = false;
+    int n = 0, k = 0, codes = 0, scales = 0, offset_log2 = -1, unit_log2 = 0;
+    std::vector<int> table;
+};
+
+// A packed file: its tensors, and the hashes of the pieces that it consists of from `start` to its end, in order.
+struct Piece { size_t bytes = 0; uint64_t hash = 0; };
+struct Packed {
+    std::string path;
+    size_t start = 0;
+    std::vector<Entry> entries;
+    std::vector<Piece> pieces;
 };
 
 struct Norm {  // absent where weight is null
@@ -161,7 +171,7 @@ struct Step;  // buffers of one pass, in step.cpp
 
 class Model {
   public:
-    Model(Config config, const std::string& path, const std::vector<Entry>& entries);
+    Model(Config config, const Packed& packed);
 
     // One pass, or plan.chain of them. `logits` has room for `rows` rows of vocab floats per sequence that wants them, in plan order.
     // Throws PlanError before anything changes.
@@ -204,7 +214,15 @@ size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats
 void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers, Matrix& embedding, Matrix& head, Norm& norm);
 std::vector<const Kernels*> supported_kernels();              // best first
 const Kernels* choose_kernels(const std::string& isa);        // the first whose name is or begins with `isa`
-size_t strip_bytes(const Matrix& w);
+
+// In pack.cpp. Offsets of entries count from the start of the file.
+Matrix form_of(const Entry& e);                         // without data; FormatError when it has no kernel
+Pages read_packed(const Packed& file, int threads);     // DamagedError when it cannot be read or a hash differs
+uint64_t hash_of(const uint8_t* data, size_t bytes);
 void unpack_row(const Matrix& w, int row, float* out);  // one output's weights, exact
+// Strips first .. first + count - 1 of a matrix of this form, from all its rows of blocks of a GGML type, to `out`. FormatError for a
+// type that is not known.
+void pack_strips(const Matrix& form, const std::string& type, const uint8_t* raw, int first, int count, uint8_t* out);
+size_t row_bytes(const std::string& type, int k);  // of that type in a GGUF file
 
 }  // namespace shoal
