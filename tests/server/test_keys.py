@@ -64,8 +64,8 @@ def cached(live: Live, key: str, text: str) -> int:
 def test_a_key_does_not_see_what_anothers_prompts_left(live: Live) -> None:
     cached(live, "writer", LONG)
     assert cached(live, "writer", LONG) > 32
-    for guess in (LONG, LONG[:60] + "?", LONG[:20]):
-        assert cached(live, "master", guess) <= 1  # the turn mark that every chat of its own begins with
+    assert cached(live, "master", LONG) <= 1  # the turn mark that every chat of its own begins with
+    assert cached(live, "master", LONG) > 32
 
 
 def test_shared_prefixes_are_told_in_whole_blocks() -> None:
