@@ -1,0 +1,304 @@
+"""One step on the device: its buffers, the order of its kernels, and the graphs it is captured in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+
+from shoal.runners.cuda import kernels as k
+from shoal.runners.cuda.model import DenseLayer, DeviceModel
+from shoal.runners.cuda.weights import Matrix
+
+BLOCK = 32  # token slots of a KV block
+SPLIT = 128  # tokens of an attention split
+READERS = 32  # rows that one trunk program takes
+UPDATES = 256  # block-table entries that a step can change inside its graph
+_FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
+_GRAPHS = 96  # captured shapes kept
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph is captured for; every number is a bucket, filled up with rows that write to a spare block.
+
+    `lone` rows come first, each alone in its sequence, over at most `splits` splits of context, `trunks` shared splits among
+    them; then `fed` rows in `tiles` tiles, neighbours of one sequence each; `wanted` rows go on to the vocabulary. `logits`:
+    all of them are kept. `feeds`: the chosen tokens are the next step's.
+    """
+
+    lone: int
+    splits: int
+    trunks: int
+    fed: int
+    tiles: int
+    wanted: int
+    logits: bool
+    feeds: bool
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.lone + self.fed
+
+    def sections(self) -> Iterator[tuple[str, int]]:
+        """Names and lengths (int32) of the step's inputs, one after the other in one buffer."""
+        yield from (("tokens", self.rows), ("positions", self.rows), ("slots", self.rows), ("wanted", self.wanted))
+        yield from (("trunk_splits", self.lone), ("readers", self.lone), ("trunks", self.trunks * 4))
+        yield from (("tiles", self.tiles * 2), ("updates", UPDATES * 2))
+
+
+class Inputs:
+    """The int32 inputs of one shape: arrays on the host (pinned), and the same sections on the device."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        sections = list(shape.sections())
+        size = sum(-(-length // 4) * 4 for _, length in sections)
+        self.host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        self.arrays: dict[str, NDArray[np.int32]] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        at = 0
+        for name, length in sections:
+            self.arrays[name] = self.host.numpy()[at : at + length]
+            self.tensors[name] = self.device[at : at + max(length, 1)]
+            at += -(-length // 4) * 4  # 16 bytes: what a vector load wants
+
+    def send(self) -> None:
+        """Copy the host's arrays over."""
+        self.device.copy_(self.host, non_blocking=True)
+
+
+class Buffers:
+    """Memory that all steps share, for at most `rows` rows of which `wanted` want logits.
+
+    Invariant: graphs hold its addresses, so nothing in it is ever replaced but `partials`, which says so.
+    """
+
+    def __init__(self, model: DeviceModel, rows: int, wanted: int) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=model.device)
+
+        widest = max(layer.attention.width for layer in model.layers)
+        heads = max(layer.attention.heads * layer.attention.dim for layer in model.layers)
+        self.x = empty(rows, model.width, dtype=torch.float32)
+        self.normed = empty(rows, model.width)
+        self.qkv = empty(rows, widest)
+        self.q = empty(rows, heads)
+        self.attended = empty(rows, heads)
+        self.inner = empty(rows, max(layer.ff_size for layer in model.layers))
+        self.parts = empty(max(rows, 4 * _FEW_ROWS), model.width, dtype=torch.float32)
+        self.final = empty(wanted, model.width)
+        self.logits = empty(wanted, model.vocab_size, dtype=torch.float32)
+        self.tiles = -(-model.vocab_size // HEAD_N)
+        self.best = empty(wanted, self.tiles, dtype=torch.float32)
+        self.best_at = empty(wanted, self.tiles, dtype=torch.int32)
+        self.chosen = empty(wanted, dtype=torch.int32)
+        self.partials: tuple[torch.Tensor, ...] = ()
+        self._heads, self._dim, self._device = heads, min(layer.attention.dim for layer in model.layers), model.device
+
+    def hold(self, lone: int, splits: int) -> bool:
+        """Make room for the shares of that many splits of that many rows; True when addresses changed."""
+        shares = lone * splits * (self._heads // self._dim)
+        if splits == 1 or (self.partials and len(self.partials[0]) >= shares):
+            return False
+        self.partials = tuple(
+            torch.zeros(shares * width, dtype=torch.float32, device=self._device)
+            for width in (1, 1, self._heads * lone * splits // shares)
+        )
+        return True
+
+
+HEAD_N = 64  # tokens of the vocabulary that one program takes
+
+
+class Step:
+    """Launches the kernels of a step, directly or as a captured graph. Leaves plans and sequences to the runner."""
+
+    def __init__(self, model: DeviceModel, tables: torch.Tensor, rows: int, wanted: int) -> None:
+        """`tables` int32 [slots, T]: the block tables, one row a sequence."""
+        self.model = model
+        self.tables = tables
+        self.buffers = Buffers(model, rows, wanted)
+        self._inputs: dict[Shape, Inputs] = {}
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+
+    def inputs(self, shape: Shape) -> Inputs:
+        """Where to put the numbers of a step of this shape."""
+        found = self._inputs.pop(shape, None)
+        if found is None:
+            found = Inputs(shape, self.model.device)
+        self._inputs[shape] = found  # last used, last
+        return found
+
+    def run(self, shape: Shape) -> None:
+        """Run a step over `inputs(shape)`, which are on the device; `buffers.chosen` and `.logits` are its outcome."""
+        if self.buffers.hold(shape.lone, shape.splits):
+            self._graphs.clear()
+        if self.model.device.type != "cuda":
+            self._launch(shape)
+            return
+        graph = self._graphs.get(shape)
+        if graph is None:
+            graph = self._capture(shape)
+        graph.replay()
+
+    def _capture(self, shape: Shape) -> torch.cuda.CUDAGraph:
+        inputs = self._inputs[shape]
+        kept = inputs.device.clone()
+        self._launch(shape)  # compiles what is new; the same inputs written twice give the same KV
+        inputs.device.copy_(kept)
+        torch.cuda.synchronize(self.model.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._launch(shape)
+        self._pool = self._pool or graph.pool()
+        while len(self._graphs) >= _GRAPHS:
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest], self._inputs[oldest]
+        self._graphs[shape] = graph
+        return graph
+
+    # -- the kernels, in order ----------------------------------------------------------------------------------
+
+    def _launch(self, shape: Shape) -> None:
+        m, b, t = self.model, self.buffers, self._inputs[shape].tensors
+        k.update_tables[(1,)](self.tables, t["updates"], UPDATES, num_warps=4)
+        width = triton.next_power_of_2(m.width)
+        k.embed[(shape.rows,)](t["tokens"], m.embedding, b.x, m.embedding_scale, m.width, width, num_warps=4)
+        segments = 0
+        for layer in m.layers:
+            self._norm(shape, layer, segments, first=True)
+            self._attention(shape, layer)
+            segments = self._product(b.attended, layer.attention.out, b.parts, k.PARTS, shape.rows, None)
+            self._norm(shape, layer, segments, first=False)
+            self._product(b.normed, layer.gate_up, b.inner, k.GATED, shape.rows, None, act=layer.activation)
+            segments = self._product(b.inner, layer.down, b.parts, k.PARTS, shape.rows, None)
+        self._norm(shape, None, segments, first=True)
+        self._head(shape)
+
+    def _norm(self, shape: Shape, layer: DenseLayer | None, segments: int, *, first: bool) -> None:
+        """Add the last product to the residual, and norm for the next: before attention (`first`) or the feed-forward."""
+        m, b = self.model, self.buffers
+        weight = m.norm if layer is None else layer.mixer_norm if first else layer.ff_norm
+        post = bias = None
+        if layer is not None and not first:
+            post, bias = layer.mixer_post_norm, layer.attention.out_bias
+        elif segments:
+            before = m.layers[-1] if layer is None else m.layers[m.layers.index(layer) - 1]
+            post = before.ff_post_norm
+        k.norm[(shape.rows,)](
+            b.x, b.parts, weight if bias is None else bias, weight if post is None else post, weight, b.x, b.normed,
+            shape.rows * m.width, m.eps, m.residual_scale, m.width, triton.next_power_of_2(m.width), segments, bias is not None,
+            post is not None, False, layer is not None, num_warps=_warps(m.width), enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _attention(self, shape: Shape, layer: DenseLayer) -> None:
+        m, b, t, a = self.model, self.buffers, self._inputs[shape].tensors, layer.attention
+        column = 0
+        for matrix, bias in a.qkv:
+            self._product(b.normed, matrix, b.qkv[:, column:], k.STORE, shape.rows, bias, ld=a.width)
+            column += matrix.n
+        group = a.heads // a.kv_heads
+        k.rotate_and_keep[(shape.rows, a.heads + 2 * a.kv_heads)](
+            b.qkv, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables, a.keys, a.values, b.q,
+            m.eps, self.tables.shape[1], a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        window, cap = a.window or 0, a.soft_cap or 0.0
+        flags = dict(CAPPED=a.soft_cap is not None, enable_fp_fusion=False)
+        limits = dict(WINDOW=a.window is not None, SINKS=a.has_sinks)
+        size = self.tables.shape[1]
+        if shape.lone:
+            partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
+            none = a.window is not None or not shape.trunks  # a window reads little: each row its own
+            skipped = self.zeros if none else t["trunk_splits"]
+            if not none:
+                rows = min(READERS, triton.next_power_of_2(shape.lone))
+                k.attend_trunks[(shape.trunks, a.kv_heads)](
+                    b.q, a.keys, a.values, self.tables, t["positions"], t["readers"], t["trunks"], *partials, size, a.scale, cap,
+                    window, shape.splits, a.heads, a.kv_heads, a.dim, group, max(rows, 16 // group), num_warps=4, **flags,
+                )  # fmt: skip
+            k.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
+                b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], skipped, a.sinks, b.attended, *partials, size,
+                a.scale, cap, window, shape.splits, a.heads, a.kv_heads, a.dim, group, num_warps=4, **flags, **limits,
+            )  # fmt: skip
+            if shape.splits > 1:
+                k.merge_rows[(a.heads, shape.lone)](
+                    t["positions"], a.sinks, b.attended, *partials, window, shape.splits, a.heads, a.dim,
+                    num_warps=1, enable_fp_fusion=False, **limits,
+                )  # fmt: skip
+        if shape.tiles:
+            k.attend_tiles[(shape.tiles, a.kv_heads)](
+                b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended, size, a.scale,
+                cap, window, a.heads, a.kv_heads, a.dim, group, tile_tokens(group), num_warps=4, **flags, **limits,
+            )  # fmt: skip
+
+    def _head(self, shape: Shape) -> None:
+        m, b, t = self.model, self.buffers, self._inputs[shape].tensors
+        if not shape.wanted:
+            return
+        k.norm[(shape.wanted,)](
+            b.x, b.parts, m.norm, m.norm, m.norm, t["wanted"], b.final, 0, m.eps, 1.0, m.width,
+            triton.next_power_of_2(m.width), 0, False, False, True, True, num_warps=_warps(m.width), enable_fp_fusion=False,
+        )  # fmt: skip
+        self._product(b.final, m.head, b.logits, k.PICK, shape.wanted, None, logits=shape.logits)
+        k.pick[(shape.wanted,)](
+            b.best, b.best_at, t["tokens"], t["positions"], t["slots"], b.chosen, len(self.tables) - 1, b.tiles, triton.next_power_of_2(b.tiles), shape.feeds,
+            num_warps=4,
+        )  # fmt: skip
+
+    def _product(
+        self, x: torch.Tensor, w: Matrix, out: torch.Tensor, epilogue: Any, rows: int, bias: torch.Tensor | None, *,
+        ld: int | None = None, act: int = 0, logits: bool = False,
+    ) -> int:  # fmt: skip
+        """Launch a product; returns how many sums an output of PARTS was left in."""
+        m, b = self.model, self.buffers
+        n = w.n // 2 if epilogue == k.GATED else w.n
+        segments, bk = segments_of(w.k)
+        bm, bn, warps, stages = tile_of(rows, n, epilogue == k.GATED)
+        split = segments if epilogue == k.PARTS and rows <= _FEW_ROWS else 1
+        cap = m.soft_cap if epilogue == k.PICK and m.soft_cap else 0.0
+        k.product[(triton.cdiv(n, bn), triton.cdiv(rows, bm), split)](
+            x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, b.best, b.best_at, rows, ld or n, cap,
+            m.logit_scale if epilogue == k.PICK else 1.0, n, w.k, segments, split, w.form, epilogue, bias is not None, act,
+            cap != 0.0, logits, bm, bn, bk, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+        )  # fmt: skip
+        return split
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """No trunk for any row."""
+        return self.model.zeros
+
+
+def segments_of(inputs: int) -> tuple[int, int]:
+    """Segments that a product of so many inputs is cut into, and the inputs of one load: of its shape only."""
+    segments = next(s for s in (4, 2, 1) if inputs % (s * 32) == 0)
+    return segments, next(size for size in (128, 64, 32) if inputs // segments % size == 0)
+
+
+def tile_of(rows: int, outputs: int, gated: bool) -> tuple[int, int, int, int]:
+    """Rows and outputs of one program, its warps, and loads in flight. They choose who sums what, never in which order."""
+    if rows <= 16:
+        return 16, HEAD_N if outputs >= 32768 else 32 if not gated else 16, 4, 4
+    if rows <= 32:
+        return 32, HEAD_N if outputs >= 32768 else 32, 4, 4
+    if rows <= 64 or outputs >= 32768:
+        return 64, 64, 4, 3
+    return 128, 64 if gated else 128, 8, 3
+
+
+def tile_tokens(group: int) -> int:
+    """Prompt tokens of one attention tile: with `group` heads each they fill 64 rows."""
+    return max(64 // group, 1)
+
+
+def _warps(width: int) -> int:
+    return min(max(triton.next_power_of_2(width) // 512, 1), 8)
