@@ -89,7 +89,7 @@ def damage(rng: random.Random, data: bytes) -> bytes:
 
 
 def fuzz(seconds: float, seed: int) -> Counter[str]:
-    from tests.parity.native_tiny import open_tiny, write_blocks
+    from tests.support.native_tiny import open_tiny, write_blocks
 
     from shoal.errors import ShoalError
     from shoal.models.files import local_files

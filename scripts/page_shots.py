@@ -18,7 +18,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 from tests.browser.conftest import CHROMIUM, MODEL
 from tests.browser.page import QUESTION, Bench
-from tests.server.live import Live
+from tests.support.live import Live
 
 from shoal.engine.engine import Engine
 

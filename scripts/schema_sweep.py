@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jsonschema
-from tests.server.live import toy
 from tests.server.schemas import random_schema
+from tests.support.live import toy
 
 from shoal.engine.engine import Engine
 from shoal.runners.fake import FakeRunner

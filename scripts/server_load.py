@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.server.crowd import crowd
-from tests.server.live import Live, toy
 from tests.server.test_load import resident
+from tests.support.live import Live, toy
 
 from shoal.engine.engine import Engine
 

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--singles", type=int, default=30, help="requests one by one, for the time to first token")
     options = parser.parse_args()
 
-    from tests.server.live import Live
+    from tests.support.live import Live
 
     from shoal.engine.engine import Engine
     from shoal.types import Request, SamplingParams

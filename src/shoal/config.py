@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from shoal.errors import ConfigError
+from shoal.names import did_you_mean
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def parse_bytes(value: int | str, name: str) -> int:
+def parse_bytes(value: object, name: str) -> int:
     """Bytes from a number or a text such as "512MiB"; ConfigError names the setting that has another form."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -40,9 +41,9 @@ class EngineConfig:
     pin_threads: keep each on one core; for a machine, or an affinity mask, that nothing else uses.
     precision: "auto", "bf16" or "f32". kv_precision: of the KV, "auto" (bf16 on the native runner), "bf16" or "u8"
     (8 bits, half the memory; the native runner only). seed: where requests without one get theirs from (None: from
-    the system). runner: which backend ("auto": the best this machine has). cache_limit: bytes of freed memory that MLX
-    keeps for reuse (None: MLX decides); other runners have no such cache. record: a file to log arrivals, plans and
-    samples to, for `shoal replay`.
+    the system). runner: which backend ("auto": the first that takes the model and honours what is set here).
+    runner_options: settings that only one runner reads, by name (its module in `runners/` says which). record: a file
+    to log arrivals, plans and samples to, for `shoal replay`.
     """
 
     max_batch: int = 8
@@ -61,7 +62,7 @@ class EngineConfig:
     precision: Literal["auto", "bf16", "f32"] = "auto"
     kv_precision: Literal["auto", "bf16", "u8"] = "auto"
     runner: str = "auto"
-    cache_limit: int | str | None = None
+    runner_options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     seed: int | None = None
     record: str | None = None
 
@@ -83,7 +84,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise _out_of_range(name, value, "a number above 0")
-        for name in ("kv_memory", "memory", "prefix_memory", "cache_limit"):
+        for name in ("kv_memory", "memory", "prefix_memory"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))
@@ -91,6 +92,8 @@ class EngineConfig:
             raise _out_of_range("precision", self.precision, "auto, bf16 or f32")
         if self.kv_precision not in ("auto", "bf16", "u8"):
             raise _out_of_range("kv_precision", self.kv_precision, "auto, bf16 or u8")
+        if not isinstance(self.runner_options, Mapping) or not all(isinstance(k, str) for k in self.runner_options):
+            raise _out_of_range("runner_options", self.runner_options, "names of options with their values")
         for name in ("prefix_sharing", "pin_threads"):
             if not isinstance(getattr(self, name), bool):
                 raise _out_of_range(name, getattr(self, name), "true or false")
@@ -103,8 +106,7 @@ class EngineConfig:
         known = [f.name for f in fields(cls)]
         for name in settings:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                hint = did_you_mean(name, known)
                 raise ConfigError(f"unknown setting {name!r}", value=name, limit=known, hint=hint)
         return cls(**settings)
 

@@ -15,7 +15,7 @@ from shoal.agents.build.policy import Last, Policy
 from shoal.engine.aio import AsyncEngine
 from shoal.runners.fake import FakeRunner
 from shoal.types import SamplingParams
-from tests.agents.helpers import FlakyEngine, go, nothing_held, toy
+from tests.support.agents import FlakyEngine, go, nothing_held, toy
 
 GRAPHS = int(os.environ.get("GRAPHS", "60"))
 TRUNK = "Rules that all agents of this graph have in common, longer than one block of KV. "

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.agents.helpers import go
-from tests.unit.cli_fake import opened
+from tests.support.agents import go
+from tests.support.cli_fake import opened
 
 DOCS = Path(__file__).parents[2] / "docs" / "agents.md"
 

@@ -12,7 +12,7 @@ from shoal.agents.build.files import load_graph
 from shoal.agents.build.policy import Default, Fallback, Retry, Skip
 from shoal.errors import CycleError, GraphFileError
 from shoal.types import Priority, Request
-from tests.agents.helpers import ScriptedEngine, agent_of, go
+from tests.support.agents import ScriptedEngine, agent_of, go
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "graphs" / "report.yaml"
 

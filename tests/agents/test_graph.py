@@ -11,7 +11,7 @@ import pytest
 from shoal.agents import Agent, EventKind, Graph, Input, Node, Run, State, default, skip
 from shoal.errors import CycleError, GraphError, GraphFailedError
 from shoal.types import Request, SamplingParams
-from tests.agents.helpers import SHORT, ScriptedEngine, agent_of, go, toy
+from tests.support.agents import SHORT, ScriptedEngine, agent_of, go, toy
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from shoal.errors import (
 )
 from shoal.runners.fake import FakeRunner
 from shoal.types import Priority, Request, SamplingParams
-from tests.agents.helpers import SHORT, FlakyEngine, ScriptedEngine, agent_of, go, toy
+from tests.support.agents import SHORT, FlakyEngine, ScriptedEngine, agent_of, go, toy
 
 ENDLESS = SamplingParams(max_tokens=3000, ignore_eos=True)
 BROKEN = RunnerError("the pass failed")

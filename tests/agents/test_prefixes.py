@@ -11,7 +11,7 @@ from shoal.engine.aio import AsyncEngine
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import ModelSpec
 from shoal.types import Event, Request, SamplingParams
-from tests.agents.helpers import SHORT, ScriptedEngine, go, toy
+from tests.support.agents import SHORT, ScriptedEngine, go, toy
 
 RULES = "Rules that every agent of this graph has in common, of a good many tokens, so that it is worth to keep them."
 ROLE = "A role that is long enough to be worth computing while its inputs are still being written by somebody else."

@@ -14,8 +14,8 @@ from shoal.agents import Agent, Graph, GraphResult, Run, State
 from shoal.agents.build.files import load_graph
 from shoal.errors import ModelNotFoundError
 from shoal.models import Store
-from tests.agents.helpers import nothing_held
 from tests.agents.test_prefixes import Plain
+from tests.support.agents import nothing_held
 
 GRAPHS = Path(__file__).parents[2] / "examples" / "graphs"
 

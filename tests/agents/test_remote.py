@@ -11,8 +11,8 @@ from shoal.agents import Agent, Graph, State, default
 from shoal.cli.main import app
 from shoal.engine.remote import RemoteEngine
 from shoal.types import SamplingParams
-from tests.agents.helpers import go
-from tests.server.live import Live, toy
+from tests.support.agents import go
+from tests.support.live import Live, toy
 
 pytestmark = pytest.mark.timeout(60)
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)

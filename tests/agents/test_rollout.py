@@ -21,7 +21,7 @@ from shoal.agents.trace.trace import Trace
 from shoal.errors import ConfigError, EngineClosedError, InvalidRequestError, ModelNotFoundError, StoreError
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
-from tests.helpers import toy_engine
+from tests.support.engines import toy_engine
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 CANDIDATE = {"model": "other"}

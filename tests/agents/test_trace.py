@@ -26,8 +26,8 @@ from shoal.agents.trace.timeline import timelines
 from shoal.cli.main import app
 from shoal.cli.trace import draw
 from shoal.errors import RunnerError, StoreError
-from tests.agents.helpers import SHORT, ScriptedEngine, go, toy
-from tests.unit.cli_fake import opened
+from tests.support.agents import SHORT, ScriptedEngine, go, toy
+from tests.support.cli_fake import opened
 
 FIELDS = [
     "request_id", "task_id", "agent_id", "attempt", "cache_hit", "prefix_tokens", "generated_tokens", "queue_ms",

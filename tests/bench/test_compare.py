@@ -11,7 +11,7 @@ from shoal.bench.compare import moves, same_machine
 from shoal.bench.counts import counts, differences
 from shoal.bench.results import Results
 from shoal.cli.main import app
-from tests.bench.results import document, write
+from tests.support.bench_results import document, write
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,8 @@ from shoal.bench.systems.http import Server
 from shoal.bench.timeline import metrics
 from shoal.bench.workloads import Job
 from shoal.errors import BackendError, BenchmarkError
-from tests.helpers import toy_engine
-from tests.server.live import Live
+from tests.support.engines import toy_engine
+from tests.support.live import Live
 
 JOBS = [Job(tuple(range(40, 80)), 6), Job(tuple(range(90, 120)), 4, arrival_s=0.05)]
 

@@ -13,7 +13,7 @@ from shoal.bench import report
 from shoal.bench.results import Results, figure, ratio
 from shoal.cli.main import app
 from shoal.errors import BenchmarkError
-from tests.bench.results import document, write
+from tests.support.bench_results import document, write
 
 ROOT = Path(__file__).parents[2]
 README = f"# x\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n"

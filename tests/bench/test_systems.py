@@ -119,7 +119,7 @@ def test_a_graph_writes_the_same_in_all_its_ways() -> None:
 
 FAKE_SERVER = """#!{python}
 import sys
-from tests.server.live import toy
+from tests.support.live import toy
 from shoal.server.config import ServerConfig
 from shoal.server.hub import ModelHub
 from shoal.server.run import run

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the test modules are skipped where playwright is not instal
     from playwright.sync_api import Browser, BrowserContext, Page
 
     from tests.browser.page import Bench
-    from tests.server.live import Live
+    from tests.support.live import Live
 
 MODEL = "smollm2-135m"
 TWIN = "twin"
@@ -67,7 +67,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def live(home: Path) -> Iterator[Live]:
     """The real model, served with a history on disk; whatever is asked for, its weights are loaded."""
-    from tests.server.live import Live
+    from tests.support.live import Live
 
     def load(name: str) -> Engine:
         return Engine.load(MODEL, max_batch=8)

@@ -17,7 +17,7 @@ from shoal.engine.engine import Engine
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import SeqId, StepOutput, StepPlan, Want
 from tests.browser.page import Bench
-from tests.server.live import Live
+from tests.support.live import Live
 
 SCRIPT = """<script>window.hacked = 1</script>
 

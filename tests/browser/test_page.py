@@ -14,7 +14,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.browser.conftest import MODEL, TWIN
 from tests.browser.page import HOT, QUESTION, Bench
-from tests.server.live import Live
+from tests.support.live import Live
 
 LONG: dict[str, Any] = {"maxTokens": 2000, "temperature": HOT}  # goes on for longer than any test looks
 SHIFT = """

@@ -10,8 +10,8 @@ import pytest
 from shoal.errors import BackendError, ModelNotFoundError
 from shoal.runners.base import Runner
 from shoal.runners.fake import FakeRunner
-from tests.contract.mlx_tiny import FAMILIES, tiny_runner
-from tests.contract.runners import real_runner
+from tests.support.mlx_tiny import FAMILIES, tiny_runner
+from tests.support.runners import real_runner
 
 FAKES = {"fake": {}, "fake, decode apart": {"splits_decode": True}, "fake, recurrent": {"checkpoints": 4}}
 KINDS = [*FAKES, "openvino", "native", "native, u8", *(f"mlx {family}" for family in FAMILIES)]

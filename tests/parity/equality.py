@@ -202,7 +202,7 @@ def run(runner: Runner, *, schedules: int, requests: int, seed: int = 0, say: bo
 
 
 def main() -> None:
-    from tests.contract.runners import real_runner
+    from tests.support.runners import real_runner
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=1000)

@@ -7,8 +7,8 @@ import pytest
 from shoal.errors import ModelError
 from shoal.runners.base import Runner
 from shoal.runners.fake import FakeRunner
-from tests.contract.runners import openvino_runner
 from tests.parity.equality import run
+from tests.support.runners import openvino_runner
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -14,9 +14,9 @@ from shoal.models import ModelFiles
 from shoal.models.gguf import read_gguf
 from shoal.runners.native.runner import KvPrecision, NativeRunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.parity.native_tiny import isas
 from tests.parity.reference import logits, mean_kl
 from tests.parity.schedules import Job, run_alone, run_together
+from tests.support.native_tiny import isas
 
 ISAS = isas()
 KV: tuple[KvPrecision, ...] = ("bf16", "u8")

@@ -11,9 +11,9 @@ import pytest
 from shoal.models.gguf import read_gguf
 from shoal.runners.native.runner import NativeRunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.parity.native_tiny import isas, open_tiny, write_blocks
 from tests.parity.reference import logits, mean_kl
-from tests.parity.tiny import VOCAB, write_tiny
+from tests.support.native_tiny import isas, open_tiny, write_blocks
+from tests.support.tiny_gguf import VOCAB, write_tiny
 
 ISAS = isas()
 MODELS: list[tuple[str, dict[str, Any]]] = [

@@ -14,7 +14,7 @@ from shoal.runners.openvino import runner as runner_module
 from shoal.runners.openvino.runner import OpenVINORunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.reference import logits, mean_kl
-from tests.parity.tiny import VOCAB, write_tiny
+from tests.support.tiny_gguf import VOCAB, write_tiny
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"kind": "F16"}),

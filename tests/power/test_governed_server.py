@@ -14,7 +14,7 @@ from shoal.engine.remote import RemoteEngine
 from shoal.errors import PowerLimitError
 from shoal.power import Governor, Level, SimulatedSensor
 from shoal.runners.fake import ByteTokenizer, FakeRunner
-from tests.server.live import Live, error_of
+from tests.support.live import Live, error_of
 
 
 def test_stats_tell_of_the_governor_and_a_refusal_is_a_503_that_says_when() -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 
 from shoal.engine.engine import Engine
 from shoal.errors import ShoalError
-from tests.server.live import Live, toy
+from tests.support.live import Live, toy
 
 MODEL = "smollm2-135m"
 

@@ -28,9 +28,9 @@ from shoal.server.inprocess import (
     langchain_options,
     sync_openai,
 )
-from tests.helpers import toy_engine
 from tests.server.conftest import MODEL
-from tests.server.live import LETTERS
+from tests.support.engines import toy_engine
+from tests.support.live import LETTERS
 
 pytestmark = [
     # Not our warnings: these libraries use each other's deprecated names while they are imported and run.

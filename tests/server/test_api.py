@@ -10,7 +10,7 @@ import pytest
 
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
-from tests.server.live import LETTERS, Live, chat_body, error_of, toy
+from tests.support.live import LETTERS, Live, chat_body, error_of, toy
 
 
 def test_a_chat_is_answered_in_the_documented_shape(live: Live) -> None:

@@ -12,7 +12,7 @@ from shoal.server.openai.fields import Common, Sampled
 from shoal.server.openai.responses_schemas import ResponsesRequest
 from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
 from shoal.server.swarmbench.schemas import PullRequest, RenameRequest, SettingsRequest, StopRequest, SwarmRequest
-from tests.server.live import Live, error_of
+from tests.support.live import Live, error_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {

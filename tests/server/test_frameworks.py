@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.server.conftest import MODEL
-from tests.server.live import Live
+from tests.support.live import Live
 
 pytestmark = [
     # Not our warnings: these libraries use each other's deprecated names while they are imported and run.

@@ -17,8 +17,8 @@ from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import Want
 from shoal.sampling.grammar import Constraint, _mask_of
 from shoal.types import FinishReason, Request, SamplingParams
-from tests.server.live import Live, toy
 from tests.server.schemas import random_schema
+from tests.support.live import Live, toy
 
 PERSON = {
     "type": "object",

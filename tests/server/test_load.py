@@ -8,7 +8,7 @@ import gc
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from tests.server.crowd import crowd
-from tests.server.live import LETTERS, Live, toy
+from tests.support.live import LETTERS, Live, toy
 
 BODY = {"max_tokens": 24, "temperature": 1, "logit_bias": LETTERS}
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from tests.server.conftest import MODEL
-from tests.server.live import Live, toy
+from tests.support.live import Live, toy
 
 openai: Any = pytest.importorskip("openai", reason="the openai SDK is not installed")
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from shoal.server.swarmbench.page_files import ROOT
-from tests.server.live import Live, chat_body, error_of, toy
+from tests.support.live import Live, chat_body, error_of, toy
 
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file())
 MAX_BYTES = 300_000

@@ -21,8 +21,8 @@ from shoal.errors import (
 )
 from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
 from tests.server.foreign import Foreign
-from tests.server.live import Live, toy
 from tests.server.test_stream import wait_for
+from tests.support.live import Live, toy
 
 
 def remote(live: Live | Foreign, work: Callable[[RemoteEngine], Coroutine[Any, Any, Any]], **options: Any) -> Any:

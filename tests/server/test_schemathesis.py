@@ -15,7 +15,7 @@ from hypothesis.errors import Unsatisfiable
 from shoal.engine.engine import Engine
 from shoal.errors import ModelNotFoundError
 from shoal.runners.fake import FakeRunner
-from tests.server.live import Live, toy
+from tests.support.live import Live, toy
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 pytestmark = [pytest.mark.filterwarnings("ignore")]

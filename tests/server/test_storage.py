@@ -12,7 +12,7 @@ import pytest
 
 from shoal.engine.engine import Engine
 from shoal.models import Store
-from tests.server.live import Live, error_of, toy
+from tests.support.live import Live, error_of, toy
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
-from tests.server.live import LETTERS, Live, chat_body, toy
+from tests.support.live import LETTERS, Live, chat_body, toy
 
 GOLDEN = Path(__file__).parent / "golden"
 _VOLATILE = [

@@ -15,7 +15,7 @@ import pytest
 
 from shoal.runners.fake import FakeRunner
 from shoal.server.swarmbench.record import apply
-from tests.server.live import Live, error_of, toy
+from tests.support.live import Live, error_of, toy
 
 AGENTS = [{"name": f"Agent {n}", "task": f"Say {n}."} for n in range(8)]
 Entry = tuple[int | None, str, Any]  # the event's id, name and data

@@ -17,8 +17,8 @@ import pytest
 from shoal.engine.engine import Engine
 from shoal.errors import ModelNotFoundError
 from tests.server.conftest import MODEL
-from tests.server.live import Live, chat_body, error_of, toy
 from tests.server.test_stream import events, raw_call, wait_for
+from tests.support.live import Live, chat_body, error_of, toy
 
 
 def load(name: str) -> Engine:

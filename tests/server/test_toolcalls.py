@@ -19,7 +19,7 @@ from shoal.server.openai.schemas import ChatMessage, Function, FunctionCall, Nam
 from shoal.server.openai.toolcalls import Piece, ToolCallParser, WrittenCall, note_call
 from shoal.server.openai.tools import tool_use
 from shoal.types import Request, SamplingParams
-from tests.server.live import toy
+from tests.support.live import toy
 
 CALL = ("look", '{"at": "sea"}')
 OBJECT = '{"name": "look", "arguments": {"at": "sea"}}'

@@ -22,8 +22,8 @@ from shoal.cli.screen import Grid, tail
 from shoal.errors import ConfigError, KVBudgetError
 from shoal.models import DEFAULT_MODEL
 from shoal.types import SamplingParams
-from tests.parity.tiny import write_tiny
-from tests.unit.cli_fake import opened
+from tests.support.cli_fake import opened
+from tests.support.tiny_gguf import write_tiny
 
 Shoal = Callable[..., Result]
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")

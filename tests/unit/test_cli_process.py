@@ -19,7 +19,7 @@ CLI = [sys.executable, "-c", "from shoal.cli.main import main; main()"]
 
 
 def fake(*arguments: str, step_s: float = 0.0, interrupt_at: str = "") -> list[str]:
-    return [sys.executable, "-m", "tests.unit.cli_fake", str(step_s), interrupt_at, *arguments]
+    return [sys.executable, "-m", "tests.support.cli_fake", str(step_s), interrupt_at, *arguments]
 
 
 def call(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

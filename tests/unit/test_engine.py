@@ -30,7 +30,7 @@ from shoal.errors import (
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepPlan
 from shoal.types import StepRecord
-from tests.helpers import toy_engine, toy_loop
+from tests.support.engines import toy_engine, toy_loop
 
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)

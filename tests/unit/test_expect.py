@@ -16,7 +16,7 @@ from shoal.engine.handles import Expectation
 from shoal.engine.record import replay
 from shoal.runners.fake import FakeRunner
 from shoal.types import Namespace, Request, SamplingParams
-from tests.helpers import Driver, toy_engine
+from tests.support.engines import Driver, toy_engine
 
 HOME = Namespace()
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

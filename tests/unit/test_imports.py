@@ -13,11 +13,12 @@ import pytest
 import shoal
 
 ROOT = Path(shoal.__file__).parent
-BASE = {"types", "errors", "config"}
+BASE = {"types", "errors", "config", "names"}
 MAY_SEE = {
     "errors": set(),
-    "types": {"errors"},
-    "config": {"errors", "types"},
+    "names": set(),
+    "types": {"errors", "names"},
+    "config": {"errors", "names", "types"},
     "core": BASE | {"runners.plan"},
     "sampling": BASE,
     "models": BASE,

@@ -16,18 +16,20 @@ import pytest
 
 from shoal import Engine, Request, SamplingParams
 from shoal.config import EngineConfig
-from shoal.engine import loading
-from shoal.engine.loading import choose_runner, make_runner
+from shoal.engine.loading import make_runner
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, ShoalError, UnsupportedModelError
 from shoal.models import Store
 from shoal.models.files import local_files
 from shoal.models.gguf import read_gguf
 from shoal.runners.base import Runner
+from shoal.runners.mlx.backend import on_apple_silicon
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.contract.mlx_tiny import VOCAB, tiny_runner, write_tiny
-from tests.contract.runners import real_runner
-from tests.parity import reference, tiny
-from tests.parity.native_tiny import write_blocks
+from shoal.runners.registry import LocalModel, choose_runner
+from tests.parity import reference
+from tests.support import tiny_gguf
+from tests.support.mlx_tiny import VOCAB, tiny_runner, write_tiny
+from tests.support.native_tiny import write_blocks
+from tests.support.runners import real_runner
 
 mx = pytest.importorskip("mlx.core")
 
@@ -56,8 +58,8 @@ GGUFS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("arch", "fields"), GGUFS, ids=[f"{a}-{f['kind']}" for a, f in GGUFS])
 def test_a_gguf_computes_what_the_reference_computes(arch: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    path = tiny.write_tiny(tmp_path / "tiny.gguf", arch, **fields)
-    tokens = np.random.default_rng(1).integers(0, tiny.VOCAB, 40).tolist()
+    path = tiny_gguf.write_tiny(tmp_path / "tiny.gguf", arch, **fields)
+    tokens = np.random.default_rng(1).integers(0, tiny_gguf.VOCAB, 40).tolist()
     exact = reference.logits(read_gguf(path), tokens)[-1:]
     runner = load(path)
     assert (runner.spec.architecture, runner.spec.context_length) == (arch, 512)
@@ -139,7 +141,7 @@ def test_a_tensor_type_that_mlx_cannot_hold_is_refused_before_anything_is_loaded
     path = write_blocks(tmp_path / "m.gguf", "Q4_K")
     refused(UnsupportedModelError, path, "Q4_K", "native")
     with pytest.raises(UnsupportedModelError, match="Q4_K"):
-        choose_runner(EngineConfig(runner="mlx"), local_files("m", path), read_gguf(path))
+        choose_runner(EngineConfig(runner="mlx"), LocalModel.read(local_files("m", path)))
 
 
 def test_a_cache_that_cannot_be_batched_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +248,9 @@ def test_settings_that_cannot_be_honoured_are_refused(tmp_path: Path, settings: 
 
 def test_cache_limit_is_mlx_s_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cache_limit"):
-        choose_runner(EngineConfig(runner="openvino", cache_limit="1MiB"))
+        choose_runner(EngineConfig(runner="openvino", runner_options={"cache_limit": "1MiB"}))
     before = mx.set_cache_limit(1 << 30)
-    runner = load(write_tiny(tmp_path / "m", "llama").path, cache_limit="3MiB")
+    runner = load(write_tiny(tmp_path / "m", "llama").path, runner_options={"cache_limit": "3MiB"})
     assert mx.set_cache_limit(before) == 3 << 20
     runner.close()
 
@@ -257,7 +259,7 @@ def test_auto_takes_mlx_on_apple_silicon(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose_runner(EngineConfig())[0] != "mlx"
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    assert loading.on_apple_silicon()
+    assert on_apple_silicon()
     assert choose_runner(EngineConfig()) == ("mlx", "Apple silicon")
 
 

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 from shoal.config import EngineConfig
-from shoal.engine.loading import choose_runner
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, StoreError, UnsupportedModelError
 from shoal.models.files import local_files
 from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
 from shoal.runners.native import describe, pack, runner
+from shoal.runners.native.backend import refuses
 from shoal.runners.native.runner import KvPrecision, NativeRunner, packed_path
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.parity.native_tiny import isas, open_tiny, random_blocks, write_blocks
-from tests.parity.tiny import write_tiny
+from shoal.runners.registry import LocalModel, choose_runner
+from tests.support.native_tiny import isas, open_tiny, random_blocks, write_blocks
+from tests.support.tiny_gguf import write_tiny
 
 ISAS = isas()
 
@@ -130,7 +131,7 @@ def test_supports_says_why_not(blocks: Path) -> None:
     assert "unknown" in str(
         describe.supports(changed(model, tensors={**model.tensors, "blk.0.odd": tensors["output_norm.weight"]}))
     )
-    assert runner.supports(local_files("m", blocks)) is None
+    assert refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()) is None
 
 
 def test_a_model_of_another_kind_is_left_to_another_runner(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pyt
         raise BackendError("the native kernels are not built", hint="install a compiler")
 
     monkeypatch.setattr(runner, "load_core", missing)
-    assert "not built" in str(runner.supports(local_files("m", blocks)))
+    assert "not built" in str(refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()))
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------

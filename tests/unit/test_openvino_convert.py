@@ -18,7 +18,7 @@ from shoal.models.gguf import GgufModel, read_gguf
 from shoal.runners.openvino import convert
 from shoal.runners.openvino.convert import converted, describe
 from shoal.runners.openvino.store import open_converted, write_converted
-from tests.parity.tiny import EMBD, FF, VOCAB, write_tiny
+from tests.support.tiny_gguf import EMBD, FF, VOCAB, write_tiny
 
 
 @pytest.fixture

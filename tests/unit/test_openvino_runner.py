@@ -18,7 +18,7 @@ from shoal.runners.openvino import convert, loading
 from shoal.runners.openvino import runner as runner_module
 from shoal.runners.openvino.runner import OpenVINORunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.parity.tiny import VOCAB, write_tiny
+from tests.support.tiny_gguf import VOCAB, write_tiny
 
 
 @pytest.fixture(scope="module")

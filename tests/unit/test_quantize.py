@@ -11,7 +11,7 @@ from shoal.errors import ConfigError, ModelFormatError, StoreError
 from shoal.models import Store
 from shoal.models.gguf import read_gguf
 from shoal.models.quantize import TYPES, quantize_gguf
-from tests.parity.tiny import write_tiny
+from tests.support.tiny_gguf import write_tiny
 
 
 @pytest.fixture

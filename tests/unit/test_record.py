@@ -9,7 +9,7 @@ from shoal import Request, SamplingParams
 from shoal.engine.record import replay
 from shoal.errors import ModelFormatError, StoreError
 from shoal.runners.fake import FakeRunner
-from tests.helpers import toy_engine
+from tests.support.engines import toy_engine
 
 SHARED = "the same beginning " * 8
 

@@ -9,7 +9,7 @@ from shoal.core.sequence import Status
 from shoal.errors import KVBudgetError, RunnerError
 from shoal.runners.plan import StepPlan, Want
 from shoal.types import FinishReason, Namespace
-from tests.helpers import Driver, fed
+from tests.support.engines import Driver, fed
 
 P = list(range(1, 11))  # ten tokens: two blocks and a tail of two
 

@@ -13,6 +13,7 @@ from shoal.errors import BackendError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
+    from shoal.runners.registry import RunnerCard
 
 _TOKENS = 24
 _SAME = "List three reasons why people live by the sea."
@@ -60,7 +61,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
     yield "versions", versions()
     runner = _runner()
     yield "runner", runner
-    yield "precision", _precision(runner["name"])
+    yield "precision", _precision(_card(runner["name"]))
     yield "store", _store()
     yield "power", _power()
     if "error" in runner:
@@ -77,11 +78,13 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
     note(f"loading {model}")
     with Engine.load(model) as engine:
         stats = engine.stats()
+        card = _card(engine.inputs.spec.runner, model)
         yield (
             "memory",
             {
                 "model": model,
                 "weight_bytes": stats.weight_bytes,
+                "file_bytes": card.file_bytes if card is not None else None,
                 "kv_bytes": stats.kv_bytes,
                 "step_bytes": stats.step_bytes,
                 "total_bytes": stats.memory_bytes,
@@ -94,7 +97,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
 
 def _runner() -> dict[str, Any]:
     from shoal.config import EngineConfig
-    from shoal.engine.loading import choose_runner
+    from shoal.runners.registry import choose_runner
 
     try:
         name, why = choose_runner(EngineConfig())
@@ -103,29 +106,26 @@ def _runner() -> dict[str, Any]:
     return {"name": name, "why": why}
 
 
-def _precision(runner: str | None) -> dict[str, Any]:
-    """What "auto" comes to on this CPU."""
+def _card(runner: str | None, model: str | None = None) -> RunnerCard | None:
+    """What the runner is here; for a model, which must be in the store, with the bytes of its weights."""
     if runner is None:
+        return None
+    from shoal.config import EngineConfig
+    from shoal.models import Store
+    from shoal.runners.registry import LocalModel, describe_runner
+
+    if model is None:
+        return describe_runner(runner, None, EngineConfig())
+    store = Store()
+    files = store.resolve(model, pull=False)
+    return describe_runner(runner, LocalModel.read(files), EngineConfig(), store.cache_dir(files.key))
+
+
+def _precision(card: RunnerCard | None) -> dict[str, Any]:
+    """What "auto" comes to on this machine."""
+    if card is None:
         return {"name": None, "why": "there is no runner"}
-    if runner == "native":
-        why = "weights as the file has them, activations in 8 bits per group of 32"
-        return {"name": "int8", "why": f"{why}; KV in bf16 (kv_precision='u8' halves it)", "kv": ["bf16", "u8"]}
-    if runner == "mlx":
-        from shoal.engine.loading import import_mlx
-
-        device = import_mlx("loading").device()
-        return {"name": "as the files have it", "why": f"MLX computes on {device}; a GGUF's floats become "
-                f"{'float32' if device == 'cpu' else 'float16'}"}  # fmt: skip
-    from shoal.runners.openvino.loading import best_precision, open_core
-
-    core = open_core()
-    name, why = best_precision(core)
-    return {
-        "name": name,
-        "why": f"{why}; KV alike",
-        "kv": [name],
-        "capabilities": list(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")),
-    }
+    return {"name": card.precision, "why": card.why, "kv": card.kv, "devices": card.devices, "capabilities": card.isa}
 
 
 def _store() -> dict[str, Any]:
@@ -234,6 +234,13 @@ def _show_choice(facts: dict[str, Any]) -> str:
     return facts.get("error") or f"{facts['name']}: {facts['why']}"
 
 
+def _show_precision(facts: dict[str, Any]) -> str:
+    first = _show_choice(facts)
+    if not facts.get("devices"):
+        return first
+    return f"{first}\n{'':11}on {', '.join(facts['devices'])}; {', '.join(facts['capabilities']) or 'nothing special'}"
+
+
 def _show_store(facts: dict[str, Any]) -> str:
     models = ", ".join(f"{model['name']} ({human_bytes(model['bytes'])})" for model in facts["models"])
     return f"{facts['path']}: {models or 'empty'}"
@@ -251,6 +258,8 @@ def _show_memory(facts: dict[str, Any]) -> str:
         return "unknown until a model is loaded"
     weights, kv, step = (human_bytes(facts[f"{part}_bytes"]) for part in ("weight", "kv", "step"))
     total = human_bytes(facts["total_bytes"])
+    if facts["file_bytes"]:
+        weights += f" ({human_bytes(facts['file_bytes'])} in its files)"
     return f"at most {total} for {facts['model']}: weights {weights}, KV {kv} as it fills, a step {step}"
 
 
@@ -262,7 +271,7 @@ _SHOW = {
     "machine": _show_machine,
     "versions": _show_versions,
     "runner": _show_choice,
-    "precision": _show_choice,
+    "precision": _show_precision,
     "store": _show_store,
     "power": _show_power,
     "memory": _show_memory,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError
 from shoal.models.files import ModelFiles
-from shoal.models.gguf import GgufModel, read_gguf
+from shoal.models.gguf import read_gguf
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
@@ -37,17 +37,6 @@ def load_core() -> Any:
             f"the native kernels are not built ({error})",
             hint="install a C++ compiler and reinstall shoal, or use runner='openvino'",
         ) from error
-
-
-def supports(files: ModelFiles, gguf: GgufModel | None = None) -> str | None:
-    """Why the native runner leaves this model to another, or None when it takes it."""
-    if files.kind != "gguf":
-        return f"native kernels read GGUF files, not {files.kind}"
-    try:
-        load_core()
-    except BackendError as error:
-        return error.message
-    return describe.supports(gguf if gguf is not None else read_gguf(files.path))
 
 
 class NativeRunner:

@@ -15,7 +15,7 @@ from shoal.errors import RunnerError, ShoalError
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import ModelSpec
 from shoal.types import Event, FinishReason, Request, Result, SamplingParams
-from tests.helpers import toy_engine
+from tests.support.engines import toy_engine
 
 T = TypeVar("T")
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -102,8 +102,8 @@ def write_tiny(path: Path, family: str, **changes: Any) -> ModelFiles:
 
 def tiny_runner(path: Path, family: str) -> Runner:
     """A runner over such a model, with room for 400 blocks."""
-    from shoal.engine.loading import import_mlx
     from shoal.errors import BackendError
+    from shoal.runners.mlx.backend import import_mlx
 
     try:
         runner: Runner = import_mlx("runner").MLXRunner.load(write_tiny(path, family), kv_bytes=8 << 20)

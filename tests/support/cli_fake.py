@@ -1,4 +1,4 @@
-"""The command line on the toy model: `python -m tests.unit.cli_fake STEP_S INTERRUPT_AT ARGUMENTS...`.
+"""The command line on the toy model: `python -m tests.support.cli_fake STEP_S INTERRUPT_AT ARGUMENTS...`.
 
 INTERRUPT_AT lists the steps (with commas) at which the process sends itself a Ctrl-C.
 """

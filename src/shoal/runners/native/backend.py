@@ -1,0 +1,69 @@
+"""The native kernels as the registry sees them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shoal.config import EngineConfig
+from shoal.errors import BackendError
+from shoal.runners.base import Runner
+from shoal.runners.registry import LocalModel, RunnerCard
+
+WHY = "kernels of our own for this CPU and model"
+INSTALL = "install a C++ compiler and reinstall shoal, or use runner='openvino'"
+HONOURS = ("threads", "pin_threads", "kv_precision")
+OPTIONS = ()
+
+
+def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
+    """Why the kernels cannot run here, or leave this model to another runner."""
+    from shoal.runners.native import describe as families
+    from shoal.runners.native.runner import load_core
+
+    try:
+        load_core()
+    except BackendError as error:
+        return error.message
+    if model is None:
+        return None
+    if model.gguf is None:
+        return f"native kernels read GGUF files, not {model.files.kind}"
+    return families.supports(model.gguf)
+
+
+def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
+    """Load a GGUF; its weights are packed once, into `cache_dir`."""
+    from shoal.runners.native.runner import NativeRunner
+
+    kv_bytes = config.bytes_of("kv_memory")
+    assert kv_bytes is not None
+    return NativeRunner.load(
+        model.files,
+        kv_bytes=kv_bytes,
+        memory_bytes=config.bytes_of("memory"),
+        cache_dir=cache_dir,
+        threads=config.threads,
+        pin_threads=config.pin_threads,
+        kv_precision=config.kv_precision,
+        max_step_tokens=config.max_step_tokens,
+    )
+
+
+def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | None) -> RunnerCard:
+    """Threads, instruction sets and the size of the packed weights."""
+    from shoal.runners.native.runner import load_core, packed_path
+
+    core = load_core()
+    asked = os.environ.get("SHOAL_ISA", "auto")
+    packed = packed_path(model.files, cache_dir) if model is not None and cache_dir is not None else None
+    return RunnerCard(
+        devices=(f"CPU, {config.threads or core.cpus()} threads",),
+        precision="int8",
+        why="weights as the file has them, activations in 8 bits per group of 32; "
+        "KV in bf16 (kv_precision='u8' halves it)",
+        kv=("bf16", "u8"),
+        isa=tuple(name for name in core.isas() if asked == "auto" or name.startswith(asked)),
+        file_bytes=None if model is None else model.file_bytes,
+        packed_bytes=packed.stat().st_size if packed is not None and packed.exists() else None,
+    )
