@@ -9,6 +9,7 @@ Three rules keep a row's bits equal for every number of rows beside it:
 - Attention cuts a sequence into splits of `SPLIT` tokens at fixed places. `_partial` computes a split, `_merge` adds it to
   those before it; a lone row, a tile of prompt rows and the readers of a shared trunk all go through these two.
 - Whatever sums a row (a norm) is one program a row, of one shape.
+PDL (dependent launch) lets a kernel start while the one before it ends: each waits before it reads or writes anything.
 Fused multiply-add is off (`enable_fp_fusion=False` at each launch): a compiler would contract differently in each kernel.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SPLIT = tl.constexpr(128)  # tokens of one attention split
 BLOCK = tl.constexpr(32)  # token slots of a KV block
@@ -34,8 +36,11 @@ PICK = tl.constexpr(3)  # the largest of the tile, and the logits themselves whe
 
 
 @triton.jit
-def embed(tokens, table, x, scale, H: tl.constexpr, HP: tl.constexpr):
+def embed(tokens, table, x, scale, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr):
     """x[r] = table[tokens[r]] * scale, float32 [R, H]. One program a row; HP is H rounded up to a power of two."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     at = tl.arange(0, HP)
     token = tl.load(tokens + row).to(tl.int64)
@@ -44,8 +49,11 @@ def embed(tokens, table, x, scale, H: tl.constexpr, HP: tl.constexpr):
 
 
 @triton.jit
-def update_tables(tables, updates, COUNT: tl.constexpr):
+def update_tables(tables, updates, COUNT: tl.constexpr, PDL: tl.constexpr):
     """Write the block-table entries that changed: updates int32 [COUNT, 2] are (place in the tables, block)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     i = tl.arange(0, COUNT)
     tl.store(tables + tl.load(updates + 2 * i), tl.load(updates + 2 * i + 1))
 
@@ -54,7 +62,7 @@ def update_tables(tables, updates, COUNT: tl.constexpr):
 def norm(
     x, parts, bias, post, weight, rows, out, part_stride, eps, residual_scale,
     H: tl.constexpr, HP: tl.constexpr, SEGS: tl.constexpr, BIAS: tl.constexpr, POST: tl.constexpr, GATHER: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add what the last product left (SEGS sums, in order) to the residual x, then norm it for the next one.
 
@@ -62,6 +70,9 @@ def norm(
     product; POST norms the sum with `post` before it is added.
     GATHER takes row rows[program] and adds nothing. Without NORM only x changes.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     source = tl.load(rows + row) if GATHER else row
     at = tl.arange(0, HP)
@@ -132,71 +143,85 @@ def product(
     x, w, scales, supers, bias, out, best, best_at, M, ld, cap, logit_scale,
     N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, SPLITK: tl.constexpr, FORM: tl.constexpr, EPI: tl.constexpr,
     BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x bf16 [M, K] times w [N, K]. Programs: (tiles of N, tiles of M, SPLITK).
 
-    STORE: out bf16 [M, ld], whose first N columns are written. PARTS: out float32 [SEGS, M, N], SPLITK = SEGS or 1 (then [1, M, N], summed). GATED: w is
-    [2 N, K], gates first; out bf16 [M, N]. PICK: best float32 and best_at int32 [M, tiles], NaN where a logit is not finite;
-    with LOGITS also out float32 [M, N].
+    STORE: out bf16 [M, ld], whose first N columns are written. PARTS: out float32 [SEGS, M, N], SPLITK = SEGS or 1 (then
+    [1, M, N], summed). GATED: w is [2 N, K], gates first; out bf16 [M, N]. PICK: best float32 and best_at int32 [M, tiles], NaN
+    where a logit is not finite; with LOGITS also out float32 [M, N].
+
+    Weights are the left operand, so that BN, 64 or more, fills the instruction's 64 rows and a few rows of x its 16
+    columns: one instruction for every M. (A tile of 16 rows of x on the left would take another one, whose sums differ.)
     """
     tile, ps = tl.program_id(0), tl.program_id(2)
-    n = tile * BN + tl.arange(0, BN)
-    n_in = tl.minimum(n, N - 1).to(tl.int64)  # outputs past the end repeat the last
+    j = tl.arange(0, BN)
+    if EPI == GATED:  # half of the tile are gates, the other half what they multiply
+        n = tile * (BN // 2) + j % (BN // 2)
+        n_in = (tl.minimum(n, N - 1) + tl.where(j < BN // 2, 0, N)).to(tl.int64)
+    else:
+        n = tile * BN + j
+        n_in = tl.minimum(n, N - 1).to(tl.int64)  # outputs past the end repeat the last
     m = tl.program_id(1) * BM + tl.arange(0, BM)
-    row = tl.minimum(m, M - 1)  # rows past the end repeat the last: no masks in the loop
+    row = tl.minimum(m, M - 1)  # rows past the end too: no masks in the loop
     KS: tl.constexpr = K // SEGS
     EACH: tl.constexpr = SEGS // SPLITK
-    total = tl.zeros([BM, BN], tl.float32)
-    second = tl.zeros([BM, BN], tl.float32)
-    for s in tl.range(EACH, flatten=True):
-        acc = tl.zeros([BM, BN], tl.float32)
-        acc2 = tl.zeros([BM, BN], tl.float32)
-        for i in range(KS // BK):
-            k = (ps * EACH + s) * KS + i * BK
-            a = tl.load(x + row[:, None] * K + (k + tl.arange(0, BK))[None, :])
-            acc = tl.dot(a, _weights(w, scales, supers, n_in, k, K, FORM, BN, BK).trans(), acc)
-            if EPI == GATED:
-                acc2 = tl.dot(a, _weights(w, scales, supers, n_in + N, k, K, FORM, BN, BK).trans(), acc2)
-        total = total + acc
-        if EPI == GATED:
-            second = second + acc2
+    total = tl.zeros([BN, BM], tl.float32)
+    acc = tl.zeros([BN, BM], tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for i in range(EACH * (KS // BK)):  # one loop over all segments, so that loads run ahead across their ends
+        k = ps * EACH * KS + i * BK
+        b = tl.load(x + row[None, :] * K + (k + tl.arange(0, BK))[:, None])
+        acc = tl.dot(_weights(w, scales, supers, n_in, k, K, FORM, BN, BK), b, acc)
+        if i % (KS // BK) == KS // BK - 1:
+            total = total + acc
+            acc = tl.zeros([BN, BM], tl.float32)
     if BIAS:
-        total = total + tl.load(bias + n, mask=n < N, other=0.0)[None, :]
-    here = m[:, None].to(tl.int64) * ld + n[None, :]
-    ok = (m < M)[:, None] & (n < N)[None, :]
-    if EPI == STORE:
-        tl.store(out + here, total.to(tl.bfloat16), mask=ok)
-    elif EPI == PARTS:
-        tl.store(out + ps.to(tl.int64) * M * N + here, total, mask=ok)
-    elif EPI == GATED:
-        tl.store(out + here, (_activated(total, ACT) * second).to(tl.bfloat16), mask=ok)
+        total = total + tl.load(bias + n, mask=n < N, other=0.0)[:, None]
+    if EPI == GATED:
+        gate, up = total.reshape([2, BN // 2, BM]).permute(1, 2, 0).split()
+        inner = tile * (BN // 2) + tl.arange(0, BN // 2)
+        place = m[None, :].to(tl.int64) * ld + inner[:, None]
+        inside = (m < M)[None, :] & (inner < N)[:, None]
+        tl.store(out + place, (_activated(gate, ACT) * up).to(tl.bfloat16), mask=inside)
     else:
-        total = total * logit_scale
-        if CAPPED:
-            total = cap * (2.0 / (1.0 + tl.exp(-2.0 * total / cap)) - 1.0)
-        if LOGITS:
-            tl.store(out + here, total, mask=ok)
-        finite = tl.abs(total) < float("inf")  # false for NaN too
-        bad = tl.sum((ok & ~finite).to(tl.int32), axis=1) > 0
-        shown = tl.where(ok & finite, total, float("-inf"))
-        most = tl.max(shown, axis=1)
-        where = tl.min(tl.where(shown == most[:, None], n[None, :], 2147483647), axis=1)
-        tiles = tl.num_programs(0)
-        tl.store(best + m * tiles + tile, tl.where(bad, float("nan"), most), mask=m < M)
-        tl.store(best_at + m * tiles + tile, where, mask=m < M)
+        here = m[None, :].to(tl.int64) * ld + n[:, None]
+        ok = (m < M)[None, :] & (n < N)[:, None]
+        if EPI == STORE:
+            tl.store(out + here, total.to(tl.bfloat16), mask=ok)
+        elif EPI == PARTS:
+            tl.store(out + ps.to(tl.int64) * M * N + here, total, mask=ok)
+        else:
+            total = total * logit_scale
+            if CAPPED:
+                total = cap * (2.0 / (1.0 + tl.exp(-2.0 * total / cap)) - 1.0)
+            if LOGITS:
+                tl.store(out + here, total, mask=ok)
+            finite = tl.abs(total) < float("inf")  # false for NaN too
+            bad = tl.sum((ok & ~finite).to(tl.int32), axis=0) > 0
+            shown = tl.where(ok & finite, total, float("-inf"))
+            most = tl.max(shown, axis=0)
+            where = tl.min(tl.where(shown == most[None, :], n[:, None], 2147483647), axis=0)
+            tiles = tl.num_programs(0)
+            tl.store(best + m * tiles + tile, tl.where(bad, float("nan"), most), mask=m < M)
+            tl.store(best_at + m * tiles + tile, where, mask=m < M)
 
 
 @triton.jit
 def pick(
     best, best_at, tokens, positions, slots, chosen, spare_slot,
-    TILES: tl.constexpr, TP: tl.constexpr, FEED: tl.constexpr,
+    TILES: tl.constexpr, TP: tl.constexpr, FEED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The most likely token of each row, of equals the lowest, -1 where a logit was not finite.
 
     One program a row. FEED makes it the next token fed, at the next position (chained steps); rows that only fill up a
     bucket, those of `spare_slot`, stay where they are.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     at = tl.arange(0, TP)
     value = tl.load(best + row * TILES + at, mask=at < TILES, other=float("-inf"))
@@ -215,64 +240,69 @@ def pick(
 def rotate_and_keep(
     qkv, q_norm, k_norm, cosines, sines, positions, slots, tables, keys, values, q,
     eps, T, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, NORMED: tl.constexpr,
+    EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate the queries and the key of a row; put key and value into its KV block. Programs: (rows, heads + 2 KV).
+    """Norm and rotate queries and keys of a row; put keys and values into its KV block. EACH heads a program.
 
-    qkv bf16 [R, (HEADS + 2 KV) * D]; q bf16 [R, HEADS, D]; keys and values bf16 [blocks, KV, BLOCK, D]; the first ROT of
-    D are rotated in pairs (i, i + ROT / 2) with cosines and sines float32 [positions, ROT / 2].
+    Programs: (rows, (HEADS + 2 KV) / EACH, rounded up). qkv bf16 [R, (HEADS + 2 KV) * D]; q bf16 [R, HEADS, D]; keys and
+    values bf16 [blocks, KV, BLOCK, D]; the first ROT of D are rotated in pairs (i, i + ROT / 2) with cosines and sines
+    float32 [positions, ROT / 2].
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    head = tl.program_id(1) * EACH + tl.arange(0, EACH)
     at = tl.arange(0, D)
-    source = qkv + row * ((HEADS + 2 * KV) * D) + head * D
-    value = tl.load(source + at).to(tl.float32)
+    inside = (head < HEADS + 2 * KV)[:, None] & (at >= 0)[None, :]
+    source = qkv + row * ((HEADS + 2 * KV) * D) + head[:, None] * D
+    value = tl.load(source + at[None, :], mask=inside, other=0.0).to(tl.float32)
     position = tl.load(positions + row)
-    is_key = head >= HEADS
-    is_value = head >= HEADS + KV
+    is_key = (head >= HEADS)[:, None]
+    is_value = (head >= HEADS + KV)[:, None]
     half: tl.constexpr = ROT // 2
     partner = tl.where(at < half, at + half, tl.where(at < ROT, at - half, at))
-    other = tl.load(source + partner).to(tl.float32)
+    other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    plain = value
     if NORMED:
-        scale = tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
-        weight = tl.where(is_key, tl.load(k_norm + at), tl.load(q_norm + at))
-        mate = tl.where(is_key, tl.load(k_norm + partner), tl.load(q_norm + partner))
-        plain = value
-        value = tl.where(is_value, plain, value * scale * weight)
+        scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+        weight = tl.where(is_key, tl.load(k_norm + at)[None, :], tl.load(q_norm + at)[None, :])
+        mate = tl.where(is_key, tl.load(k_norm + partner)[None, :], tl.load(q_norm + partner)[None, :])
+        value = value * scale * weight
         other = other * scale * mate
     pair = tl.where(at < half, at, at - half)
-    cosine = tl.load(cosines + position * half + pair, mask=at < ROT, other=1.0)
-    sine = tl.load(sines + position * half + pair, mask=at < ROT, other=0.0)
-    turned = value * cosine + tl.where(at < half, -other, other) * sine
-    value = tl.where(is_value, value, turned).to(tl.bfloat16)
-    if is_key:
-        slot = tl.load(slots + row)
-        block = tl.load(tables + slot.to(tl.int64) * T + position // BLOCK).to(tl.int64)
-        kv_head = tl.where(is_value, head - HEADS - KV, head - HEADS)
-        place = ((block * KV + kv_head) * BLOCK + position % BLOCK) * D + at
-        if is_value:
-            tl.store(values + place, value)
-        else:
-            tl.store(keys + place, value)
-    else:
-        tl.store(q + (row * HEADS + head) * D + at, value)
+    cosine = tl.load(cosines + position * half + pair, mask=at < ROT, other=1.0)[None, :]
+    sine = tl.load(sines + position * half + pair, mask=at < ROT, other=0.0)[None, :]
+    turned = value * cosine + tl.where((at < half)[None, :], -other, other) * sine
+    value = tl.where(is_value, plain, turned).to(tl.bfloat16)
+    slot = tl.load(slots + row)
+    block = tl.load(tables + slot.to(tl.int64) * T + position // BLOCK).to(tl.int64)
+    kv_head = tl.where(is_value, head[:, None] - HEADS - KV, head[:, None] - HEADS)
+    place = ((block * KV + kv_head) * BLOCK + position % BLOCK) * D + at[None, :]
+    tl.store(keys + place, value, mask=inside & is_key & (is_value == 0))
+    tl.store(values + place, value, mask=inside & is_value)
+    tl.store(q + (row * HEADS + head[:, None]) * D + at[None, :], value, mask=inside & (is_key == 0))
 
 
 @triton.jit
 def _partial(
-    q, keys, values, table, start, position, kv_head, scale, cap, window,
-    KV: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
+    q, keys, values, table, start, position, last, kv_head, scale, cap, window,
+    KV: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One split: tokens start .. start + SPLIT - 1 for queries q bf16 [M, D] at `position` [M] (they see up to their own).
+    """One split: tokens start .. start + SPAN - 1 for queries q bf16 [M, D] at `position` [M] (they see up to their own).
 
-    Returns the largest score [M] (in powers of two; -inf where a row sees nothing), the sum of weights and the weighted values
-    float32 [M, D]. The sum of weights is a product with ones: it has one order in every tile.
+    M is 64: a smaller tile would take another instruction, whose sums differ. `last` is the largest position. SPAN is SPLIT, or
+    half of it where no row of the step has more: what it leaves out would add zeros at the end. Returns the largest score [M]
+    (in powers of two; -inf where a row sees nothing), the sum of weights [M] and the weighted values float32 [M, D]. The sum
+    of weights is a product with ones: it has one order in every tile.
     """
-    token = start + tl.arange(0, SPLIT)
-    last = tl.max(position, axis=0)
+    token = start + tl.arange(0, SPAN)
     seen = token <= last
     block = tl.load(table + token // BLOCK, mask=seen, other=0).to(tl.int64)
     at = ((block * KV + kv_head) * BLOCK + token % BLOCK) * D
     d = tl.arange(0, D)
     k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
     score = tl.dot(q, k.trans()) * scale
     if CAPPED:
         score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
@@ -283,9 +313,8 @@ def _partial(
     most = tl.max(score, axis=1)
     base = tl.where(most == float("-inf"), 0.0, most)
     weight = tl.exp2(score - base[:, None]).to(tl.bfloat16)
-    v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
     mixed = tl.dot(weight, v)
-    ones = tl.full([SPLIT, 16], 1.0, tl.bfloat16)
+    ones = tl.full([SPAN, 16], 1.0, tl.float32).to(tl.bfloat16)
     total = tl.max(tl.dot(weight, ones), axis=1)  # 16 equal columns
     return most, total, mixed
 
@@ -314,14 +343,17 @@ def _begin(sinks, head, M: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr):
 @triton.jit
 def attend_rows(
     q, keys, values, tables, positions, slots, trunk_splits, sinks, out, p_most, p_total, p_mixed,
-    T, scale, cap, window, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    T, scale, cap, window, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    G: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows).
 
     With one split out bf16 [R, HEADS, D] is written, else the split's share goes to p_* [R, HEADS, SPLITS(, D)] for
     `merge_rows`. Splits below trunk_splits[row] are left to `attend_trunks`.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     start = split * SPLIT
@@ -329,18 +361,18 @@ def attend_rows(
     if WINDOW:
         first = tl.maximum(position - window + 1, 0) // SPLIT
     if (start <= position) & (split >= first) & (split >= tl.load(trunk_splits + row)):
-        g = tl.arange(0, 16)
+        g = tl.arange(0, 64)
         head = kv_head * G + tl.minimum(g, G - 1)
         d = tl.arange(0, D)
         mine = tl.load(q + (row * HEADS + head)[:, None] * D + d[None, :])
         table = tables + tl.load(slots + row).to(tl.int64) * T
-        at = tl.full([16], 0, tl.int32) + position
+        at = tl.full([64], 0, tl.int32) + position
         most, total, mixed = _partial(
-            mine, keys, values, table, start, at, kv_head, scale, cap, window, KV, D, CAPPED, WINDOW
+            mine, keys, values, table, start, at, position, kv_head, scale, cap, window, KV, D, SPAN, CAPPED, WINDOW
         )
         ok = g < G
         if SPLITS == 1:
-            m0, t0, v0 = _begin(sinks, head, 16, D, SINKS)
+            m0, t0, v0 = _begin(sinks, head, 64, D, SINKS)
             m0, t0, v0 = _merge(m0, t0, v0, most, total, mixed)
             result = (v0 / t0[:, None]).to(tl.bfloat16)
             tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=ok[:, None])
@@ -355,19 +387,21 @@ def attend_rows(
 def attend_trunks(
     q, keys, values, tables, positions, readers, trunks, p_most, p_total, p_mixed,
     T, scale, cap, window, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Splits that several rows share, read once for all of them. Programs: (work items, KV).
 
-    trunks int32 [items, 4]: the table's slot, the split, the first of `readers` and how many (at most ROWS); 0 of them is no
+    trunks int32 [items, 4]: the table's slot, the split, the first of `readers` and how many (at most 64 / G); 0 of them is no
     work. Only layers without a window have trunks.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     item, kv_head = tl.program_id(0), tl.program_id(1)
     slot, split = tl.load(trunks + item * 4), tl.load(trunks + item * 4 + 1)
     first, count = tl.load(trunks + item * 4 + 2), tl.load(trunks + item * 4 + 3)
     if count > 0:
-        GP: tl.constexpr = ROWS * G
-        i = tl.arange(0, GP)
+        i = tl.arange(0, 64)
         reader = tl.load(readers + first + tl.minimum(i // G, count - 1))
         head = kv_head * G + i % G
         d = tl.arange(0, D)
@@ -375,7 +409,8 @@ def attend_trunks(
         position = tl.load(positions + reader)
         table = tables + slot.to(tl.int64) * T
         most, total, mixed = _partial(
-            mine, keys, values, table, split * SPLIT, position, kv_head, scale, cap, window, KV, D, CAPPED, False
+            mine, keys, values, table, split * SPLIT, position, tl.max(position, axis=0), kv_head, scale, cap, window,
+            KV, D, SPLIT, CAPPED, False,
         )
         ok = i // G < count
         place = (reader * HEADS + head) * SPLITS + split
@@ -387,9 +422,12 @@ def attend_trunks(
 @triton.jit
 def merge_rows(
     positions, sinks, out, p_most, p_total, p_mixed, window,
-    SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Put the splits of each row and head together, in order. Programs: (HEADS, rows)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
     first = 0
@@ -408,18 +446,19 @@ def merge_rows(
 @triton.jit
 def attend_tiles(
     q, keys, values, tables, positions, slots, tiles, sinks, out,
-    T, scale, cap, window, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    T, scale, cap, window, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of neighbours in one sequence (a prompt's chunk). Programs: (tiles, KV).
 
-    tiles int32 [tiles, 2]: the first row and how many (at most TOKENS; 0 is no work). TOKENS * G is a power of two, 16 or more.
+    tiles int32 [tiles, 2]: the first row and how many (at most 64 / G; 0 is no work).
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
     if count > 0:
-        M: tl.constexpr = TOKENS * G
-        i = tl.arange(0, M)
+        i = tl.arange(0, 64)
         row = first + tl.minimum(i // G, count - 1)
         head = kv_head * G + i % G
         d = tl.arange(0, D)
@@ -429,10 +468,12 @@ def attend_tiles(
         begin = 0
         if WINDOW:
             begin = tl.maximum(tl.load(positions + first) - window + 1, 0) // SPLIT
-        most, total, mixed = _begin(sinks, head, M, D, SINKS)
-        for split in range(begin, tl.max(position, axis=0) // SPLIT + 1):
+        most, total, mixed = _begin(sinks, head, 64, D, SINKS)
+        last = tl.load(positions + first + count - 1)
+        for split in range(begin, last // SPLIT + 1):
             m2, t2, v2 = _partial(
-                mine, keys, values, table, split * SPLIT, position, kv_head, scale, cap, window, KV, D, CAPPED, WINDOW
+                mine, keys, values, table, split * SPLIT, position, last, kv_head, scale, cap, window, KV, D, SPLIT, CAPPED,
+                WINDOW,
             )
             most, total, mixed = _merge(most, total, mixed, m2, t2, v2)
         result = (mixed / total[:, None]).to(tl.bfloat16)

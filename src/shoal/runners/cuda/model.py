@@ -37,8 +37,8 @@ def _layer_refusal(layer: Layer) -> str | None:
     if ff.gate is None or ff.activation not in _ACTIVATIONS or ff.gate.bias or ff.up.bias or ff.down.bias:
         return f"a feed-forward with biases, without a gate, or of activation {ff.activation}"
     sizes = {mixer.key_dim, mixer.value_dim}
-    if len(sizes) > 1 or mixer.key_dim & (mixer.key_dim - 1) or not 32 <= mixer.key_dim <= 256:
-        return f"heads of {mixer.key_dim} and {mixer.value_dim} elements (it takes powers of two from 32 to 256)"
+    if len(sizes) > 1 or mixer.key_dim & (mixer.key_dim - 1) or not 64 <= mixer.key_dim <= 256:
+        return f"heads of {mixer.key_dim} and {mixer.value_dim} elements (it takes 64, 128 and 256)"
     group = mixer.heads // mixer.kv_heads
     if group & (group - 1) or group > 16:
         return f"{group} query heads for one KV head (it takes powers of two up to 16)"

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
 from shoal.runners.cuda.model import DeviceModel
-from shoal.runners.cuda.step import BLOCK, READERS, SPLIT, UPDATES, Shape, Step, tile_tokens
+from shoal.runners.cuda.step import BLOCK, SPLIT, UPDATES, Shape, Step, tile_tokens
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
+_FEW_CHANGES = 8  # table entries of one sequence that go with the step's inputs; more go as a row
 _LEAST_TRUNK = 4  # rows that make it worth to read a shared split in a program of its own
 
 
@@ -105,8 +107,6 @@ class CUDARunner:
             end = s.start + len(s.tokens) + plan.chain - 1
             if not s.tokens or s.start < 0 or end > min(spec.context_length, len(s.block_table) * BLOCK):
                 raise RunnerError(f"sequence {s.seq_id} feeds {s.start} to {end}", value=end, limit=spec.context_length)
-            if min(s.block_table) < 0 or max(s.block_table) >= spec.num_blocks:
-                raise RunnerError(f"sequence {s.seq_id} names a block out of range", limit=spec.num_blocks)
             if min(s.tokens) < 0 or max(s.tokens) >= spec.vocab_size:
                 raise RunnerError(f"sequence {s.seq_id} names a token out of range", limit=spec.vocab_size)
 
@@ -139,6 +139,7 @@ class CUDARunner:
         shape = Shape(
             lone=bucket(len(lone)),
             splits=bucket(-(-longest // SPLIT)) if lone else 1,
+            span=SPLIT // 2 if longest <= SPLIT // 2 else SPLIT,
             trunks=bucket(len(trunks)),
             fed=bucket(sum(len(s.tokens) for s in fed), least=16),
             tiles=bucket(tiles, least=4),
@@ -174,31 +175,36 @@ class CUDARunner:
         a["wanted"][: len(wanted)] = [last[s.seq_id] for s in wanted]
         return shape
 
-    def _send_tables(self, sequences: Iterable[ScheduledSequence], updates: np.ndarray) -> None:
+    def _send_tables(self, sequences: Iterable[ScheduledSequence], updates: NDArray[np.int32]) -> None:
         """Give new sequences a row of the table, and send the entries that differ from what the device has."""
-        width = self._step.tables.shape[1]
         changed: list[tuple[int, int]] = []
         here = {s.seq_id for s in sequences}
         for s in sequences:
-            known = self._known.get(s.seq_id)
-            if known is s.block_table:
-                continue
-            if known is None:
-                self._slot[s.seq_id] = self._take_slot(here)
-                known = ()
-            slot, table = self._slot[s.seq_id], s.block_table
-            same = min(len(known), len(table))
-            new = [i for i in range(same) if known[i] != table[i]] + list(range(same, len(table)))
-            if len(new) > 8:
-                row = torch.tensor(table, dtype=torch.int32)
-                self._step.tables[slot, : len(table)] = row.to(self._model.device)
+            if s.seq_id not in self._slot:
+                self._slot[s.seq_id], self._known[s.seq_id] = self._take_slot(here), ()
+            entries = self._changes(s)
+            if len(entries) > _FEW_CHANGES or len(changed) + len(entries) > UPDATES:
+                row = torch.tensor(s.block_table, dtype=torch.int32)
+                self._step.tables[self._slot[s.seq_id], : len(row)] = row.to(self._model.device)
             else:
-                changed += [(slot * width + i, table[i]) for i in new]
-            self._known[s.seq_id] = table
-        while len(changed) > UPDATES:
-            place, block = changed.pop()
-            self._step.tables.view(-1)[place] = block
-        idle = ((len(self._step.tables) - 1) * width, self._spare)
+                changed += entries
+        self._write_updates(changed, updates)
+
+    def _changes(self, s: ScheduledSequence) -> list[tuple[int, int]]:
+        """(place in the tables, block) of each entry that the device does not have yet; it is taken for sent."""
+        known, table = self._known[s.seq_id], s.block_table
+        if known is table:
+            return []
+        if min(table) < 0 or max(table) >= self._spec.num_blocks:
+            raise RunnerError(f"sequence {s.seq_id} names a block out of range", limit=self._spec.num_blocks)
+        self._known[s.seq_id] = table
+        begin = self._slot[s.seq_id] * self._step.tables.shape[1]
+        kept = known == table[: len(known)]
+        first = range(len(known), len(table)) if kept else range(len(table))
+        return [(begin + i, table[i]) for i in first if i >= len(known) or known[i] != table[i]]
+
+    def _write_updates(self, changed: list[tuple[int, int]], updates: NDArray[np.int32]) -> None:
+        idle = ((len(self._step.tables) - 1) * self._step.tables.shape[1], self._spare)
         updates[:] = np.array(changed + [idle] * (UPDATES - len(changed)), np.int32).reshape(-1)
 
     def _take_slot(self, here: set[SeqId]) -> int:
@@ -211,7 +217,7 @@ class CUDARunner:
         items: list[tuple[int, int, int, int]] = []
         readers = list(range(len(lone)))
         skipped = [0] * len(lone)
-        size = SPLIT // BLOCK
+        size, most = SPLIT // BLOCK, tile_tokens(self._group)
         first = 0
         while first < len(lone):
             table = lone[first].block_table
@@ -227,8 +233,8 @@ class CUDARunner:
             if end - first >= _LEAST_TRUNK and shared:
                 slot = first  # named by row until slots are given; see below
                 for split in range(shared):
-                    for begin in range(first, end, READERS):
-                        items.append((slot, split, begin, min(READERS, end - begin)))
+                    for begin in range(first, end, most):
+                        items.append((slot, split, begin, min(most, end - begin)))
                 skipped[first:end] = [shared] * (end - first)
             first = end
         if items:
@@ -280,7 +286,7 @@ class CUDARunner:
         if not self._cuda or not shape.feeds:
             return
         positions = [s.start + plan.chain for s in lone]
-        if max(positions) >= shape.splits * SPLIT or any(
+        if max(positions) > shape.tokens - 1 or any(
             at >= len(s.block_table) * BLOCK for at, s in zip(positions, lone, strict=True)
         ):
             return
@@ -312,11 +318,16 @@ class CUDARunner:
         lone = [mine[seq_id] for seq_id, _ in ahead.rows]
         rows = tuple((seq_id, at + 1) for seq_id, at in ahead.rows)
         shape = ahead.shape
-        follows = max(at for _, at in rows) < shape.splits * SPLIT
-        for s, (_, at) in zip(lone, rows, strict=True):
-            follows = follows and at < len(s.block_table) * BLOCK and self._known.get(s.seq_id) == s.block_table
+        follows = max(at for _, at in rows) < shape.tokens
+        follows = follows and all(at < len(s.block_table) * BLOCK for s, (_, at) in zip(lone, rows, strict=True))
         if follows:
-            self._start_ahead(shape, rows, tuple(s.block_table for s in lone), [])
+            changed = [entry for s in lone for entry in self._changes(s)]
+            if len(changed) <= UPDATES:
+                if changed:
+                    self._step.inputs(shape).send_updates(lambda updates: self._write_updates(changed, updates))
+                self._start_ahead(shape, rows, tuple(s.block_table for s in lone), [])
+            else:  # the next plan sends its tables whole
+                self._known.update((s.seq_id, ()) for s in lone)
         ahead.done.synchronize()
         chosen = ahead.chosen.tolist()
         if self._ahead is not None:
@@ -339,7 +350,7 @@ def _until_invalid(tokens: list[int]) -> tuple[int, ...]:
 
 def _largest(
     logits: torch.Tensor, rows: list[int], counts: list[int], seq_ids: list[SeqId]
-) -> dict[SeqId, tuple[np.ndarray, np.ndarray]]:
+) -> dict[SeqId, tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """The largest logits of each row, of equals the lowest tokens, in rising order of tokens; none where not finite."""
     picked = logits[torch.tensor(rows, device=logits.device)]
     bits = picked.view(torch.int32).to(torch.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +17,24 @@ from shoal.runners.cuda.weights import Matrix
 
 BLOCK = 32  # token slots of a KV block
 SPLIT = 128  # tokens of an attention split
-READERS = 32  # rows that one trunk program takes
 UPDATES = 256  # block-table entries that a step can change inside its graph
 _FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
 _GRAPHS = 96  # captured shapes kept
+_HEADS_EACH = 8  # heads that one program norms and rotates
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a graph is captured for; every number is a bucket, filled up with rows that write to a spare block.
 
-    `lone` rows come first, each alone in its sequence, over at most `splits` splits of context, `trunks` shared splits among
+    `lone` rows come first, each alone in its sequence, over at most `splits` splits of context (a lone one of `span` tokens), `trunks` shared splits among
     them; then `fed` rows in `tiles` tiles, neighbours of one sequence each; `wanted` rows go on to the vocabulary. `logits`:
     all of them are kept. `feeds`: the chosen tokens are the next step's.
     """
 
     lone: int
     splits: int
+    span: int
     trunks: int
     fed: int
     tiles: int
@@ -45,6 +46,11 @@ class Shape:
     def rows(self) -> int:
         """All rows."""
         return self.lone + self.fed
+
+    @property
+    def tokens(self) -> int:
+        """Positions that a lone row can see."""
+        return self.span if self.splits == 1 else self.splits * SPLIT
 
     def sections(self) -> Iterator[tuple[str, int]]:
         """Names and lengths (int32) of the step's inputs, one after the other in one buffer."""
@@ -69,9 +75,20 @@ class Inputs:
             self.tensors[name] = self.device[at : at + max(length, 1)]
             at += -(-length // 4) * 4  # 16 bytes: what a vector load wants
 
+        self._spare = [torch.zeros(UPDATES * 2, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+
     def send(self) -> None:
         """Copy the host's arrays over."""
         self.device.copy_(self.host, non_blocking=True)
+
+    def send_updates(self, write: Callable[[NDArray[np.int32]], None]) -> None:
+        """Copy changed table entries alone; tokens and positions are on the device already.
+
+        Two buffers take turns: the copy before may still be under way, the one before that is not.
+        """
+        self._spare.reverse()
+        write(self._spare[0].numpy())
+        self.tensors["updates"].copy_(self._spare[0], non_blocking=True)
 
 
 class Buffers:
@@ -114,7 +131,7 @@ class Buffers:
         return True
 
 
-HEAD_N = 64  # tokens of the vocabulary that one program takes
+HEAD_N = 128  # tokens of the vocabulary that one program takes
 
 
 class Step:
@@ -127,7 +144,8 @@ class Step:
         self.buffers = Buffers(model, rows, wanted)
         self._inputs: dict[Shape, Inputs] = {}
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
+        cuda = model.device.type == "cuda"
+        self._dependent = cuda and torch.cuda.get_device_capability(model.device) >= (9, 0)
 
     def inputs(self, shape: Shape) -> Inputs:
         """Where to put the numbers of a step of this shape."""
@@ -156,9 +174,8 @@ class Step:
         inputs.device.copy_(kept)
         torch.cuda.synchronize(self.model.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph):  # nothing is allocated in it
             self._launch(shape)
-        self._pool = self._pool or graph.pool()
         while len(self._graphs) >= _GRAPHS:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest], self._inputs[oldest]
@@ -169,19 +186,24 @@ class Step:
 
     def _launch(self, shape: Shape) -> None:
         m, b, t = self.model, self.buffers, self._inputs[shape].tensors
-        k.update_tables[(1,)](self.tables, t["updates"], UPDATES, num_warps=4)
+        k.update_tables[(1,)](self.tables, t["updates"], UPDATES, num_warps=4, **self._options(shape))
         width = triton.next_power_of_2(m.width)
-        k.embed[(shape.rows,)](t["tokens"], m.embedding, b.x, m.embedding_scale, m.width, width, num_warps=4)
+        k.embed[(shape.rows,)](t["tokens"], m.embedding, b.x, m.embedding_scale, m.width, width, num_warps=4, **self._options(shape))
         segments = 0
         for layer in m.layers:
             self._norm(shape, layer, segments, first=True)
             self._attention(shape, layer)
-            segments = self._product(b.attended, layer.attention.out, b.parts, k.PARTS, shape.rows, None)
+            segments = self._product(shape, b.attended, layer.attention.out, b.parts, k.PARTS, shape.rows, None)
             self._norm(shape, layer, segments, first=False)
-            self._product(b.normed, layer.gate_up, b.inner, k.GATED, shape.rows, None, act=layer.activation)
-            segments = self._product(b.inner, layer.down, b.parts, k.PARTS, shape.rows, None)
+            self._product(shape, b.normed, layer.gate_up, b.inner, k.GATED, shape.rows, None, act=layer.activation)
+            segments = self._product(shape, b.inner, layer.down, b.parts, k.PARTS, shape.rows, None)
         self._norm(shape, None, segments, first=True)
         self._head(shape)
+
+    def _options(self, shape: Shape) -> dict[str, bool]:
+        """How kernels are launched. With few rows each starts while the one before it ends: more would take its place."""
+        few = self._dependent and shape.rows <= _FEW_ROWS
+        return {"PDL": few, "launch_pdl": few, "enable_fp_fusion": False}
 
     def _norm(self, shape: Shape, layer: DenseLayer | None, segments: int, *, first: bool) -> None:
         """Add the last product to the residual, and norm for the next: before attention (`first`) or the feed-forward."""
@@ -196,48 +218,47 @@ class Step:
         k.norm[(shape.rows,)](
             b.x, b.parts, weight if bias is None else bias, weight if post is None else post, weight, b.x, b.normed,
             shape.rows * m.width, m.eps, m.residual_scale, m.width, triton.next_power_of_2(m.width), segments, bias is not None,
-            post is not None, False, layer is not None, num_warps=_warps(m.width), enable_fp_fusion=False,
+            post is not None, False, layer is not None, num_warps=_warps(m.width), **self._options(shape),
         )  # fmt: skip
 
     def _attention(self, shape: Shape, layer: DenseLayer) -> None:
         m, b, t, a = self.model, self.buffers, self._inputs[shape].tensors, layer.attention
         column = 0
         for matrix, bias in a.qkv:
-            self._product(b.normed, matrix, b.qkv[:, column:], k.STORE, shape.rows, bias, ld=a.width)
+            self._product(shape, b.normed, matrix, b.qkv[:, column:], k.STORE, shape.rows, bias, ld=a.width)
             column += matrix.n
         group = a.heads // a.kv_heads
-        k.rotate_and_keep[(shape.rows, a.heads + 2 * a.kv_heads)](
+        k.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
             b.qkv, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables, a.keys, a.values, b.q,
             m.eps, self.tables.shape[1], a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed,
-            num_warps=1, enable_fp_fusion=False,
+            _HEADS_EACH, num_warps=2, **self._options(shape),
         )  # fmt: skip
         window, cap = a.window or 0, a.soft_cap or 0.0
-        flags = dict(CAPPED=a.soft_cap is not None, enable_fp_fusion=False)
-        limits = dict(WINDOW=a.window is not None, SINKS=a.has_sinks)
+        flags = {"CAPPED": a.soft_cap is not None, **self._options(shape)}
+        limits = {"WINDOW": a.window is not None, "SINKS": a.has_sinks}
         size = self.tables.shape[1]
         if shape.lone:
             partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
             none = a.window is not None or not shape.trunks  # a window reads little: each row its own
             skipped = self.zeros if none else t["trunk_splits"]
             if not none:
-                rows = min(READERS, triton.next_power_of_2(shape.lone))
                 k.attend_trunks[(shape.trunks, a.kv_heads)](
                     b.q, a.keys, a.values, self.tables, t["positions"], t["readers"], t["trunks"], *partials, size, a.scale, cap,
-                    window, shape.splits, a.heads, a.kv_heads, a.dim, group, max(rows, 16 // group), num_warps=4, **flags,
+                    window, shape.splits, a.heads, a.kv_heads, a.dim, group, num_warps=4, **flags,
                 )  # fmt: skip
             k.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
                 b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], skipped, a.sinks, b.attended, *partials, size,
-                a.scale, cap, window, shape.splits, a.heads, a.kv_heads, a.dim, group, num_warps=4, **flags, **limits,
+                a.scale, cap, window, shape.splits, shape.span, a.heads, a.kv_heads, a.dim, group, num_warps=4, **flags, **limits,
             )  # fmt: skip
             if shape.splits > 1:
                 k.merge_rows[(a.heads, shape.lone)](
                     t["positions"], a.sinks, b.attended, *partials, window, shape.splits, a.heads, a.dim,
-                    num_warps=1, enable_fp_fusion=False, **limits,
+                    num_warps=1, **limits, **self._options(shape),
                 )  # fmt: skip
         if shape.tiles:
             k.attend_tiles[(shape.tiles, a.kv_heads)](
                 b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended, size, a.scale,
-                cap, window, a.heads, a.kv_heads, a.dim, group, tile_tokens(group), num_warps=4, **flags, **limits,
+                cap, window, a.heads, a.kv_heads, a.dim, group, num_warps=4, num_stages=1, **flags, **limits,
             )  # fmt: skip
 
     def _head(self, shape: Shape) -> None:
@@ -246,29 +267,31 @@ class Step:
             return
         k.norm[(shape.wanted,)](
             b.x, b.parts, m.norm, m.norm, m.norm, t["wanted"], b.final, 0, m.eps, 1.0, m.width,
-            triton.next_power_of_2(m.width), 0, False, False, True, True, num_warps=_warps(m.width), enable_fp_fusion=False,
+            triton.next_power_of_2(m.width), 0, False, False, True, True, num_warps=_warps(m.width), **self._options(shape),
         )  # fmt: skip
-        self._product(b.final, m.head, b.logits, k.PICK, shape.wanted, None, logits=shape.logits)
+        self._product(shape, b.final, m.head, b.logits, k.PICK, shape.wanted, None, logits=shape.logits)
         k.pick[(shape.wanted,)](
             b.best, b.best_at, t["tokens"], t["positions"], t["slots"], b.chosen, len(self.tables) - 1, b.tiles, triton.next_power_of_2(b.tiles), shape.feeds,
-            num_warps=4,
+            num_warps=4, **self._options(shape),
         )  # fmt: skip
 
     def _product(
-        self, x: torch.Tensor, w: Matrix, out: torch.Tensor, epilogue: Any, rows: int, bias: torch.Tensor | None, *,
+        self, shape: Shape, x: torch.Tensor, w: Matrix, out: torch.Tensor, epilogue: Any, rows: int, bias: torch.Tensor | None, *,
         ld: int | None = None, act: int = 0, logits: bool = False,
     ) -> int:  # fmt: skip
         """Launch a product; returns how many sums an output of PARTS was left in."""
         m, b = self.model, self.buffers
         n = w.n // 2 if epilogue == k.GATED else w.n
-        segments, bk = segments_of(w.k)
-        bm, bn, warps, stages = tile_of(rows, n, epilogue == k.GATED)
+        segments, bk = segments_of(w.k), load_of(w.k, rows)
+        bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
+        if w.form != k.BF16:  # what is unpacked waits in registers, not in more stages
+            stages = 3
         split = segments if epilogue == k.PARTS and rows <= _FEW_ROWS else 1
         cap = m.soft_cap if epilogue == k.PICK and m.soft_cap else 0.0
-        k.product[(triton.cdiv(n, bn), triton.cdiv(rows, bm), split)](
+        k.product[(triton.cdiv(w.n if epilogue == k.GATED else n, bn), triton.cdiv(rows, bm), split)](
             x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, b.best, b.best_at, rows, ld or n, cap,
             m.logit_scale if epilogue == k.PICK else 1.0, n, w.k, segments, split, w.form, epilogue, bias is not None, act,
-            cap != 0.0, logits, bm, bn, bk, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+            cap != 0.0, logits, bm, bn, bk, num_warps=warps, num_stages=stages, **self._options(shape),
         )  # fmt: skip
         return split
 
@@ -278,26 +301,31 @@ class Step:
         return self.model.zeros
 
 
-def segments_of(inputs: int) -> tuple[int, int]:
-    """Segments that a product of so many inputs is cut into, and the inputs of one load: of its shape only."""
-    segments = next(s for s in (4, 2, 1) if inputs % (s * 32) == 0)
-    return segments, next(size for size in (128, 64, 32) if inputs // segments % size == 0)
+def segments_of(inputs: int) -> int:
+    """Segments that a product of so many inputs is cut into: of its shape only."""
+    return next(s for s in (4, 2, 1) if inputs % (s * 64) == 0 or s == 1)
 
 
-def tile_of(rows: int, outputs: int, gated: bool) -> tuple[int, int, int, int]:
+def load_of(inputs: int, rows: int) -> int:
+    """Inputs of one load. A segment is two or more of them: a compiler would make one chain of segments of a single product."""
+    length = inputs // segments_of(inputs)
+    most = 128 if rows <= 64 else 64
+    return next(size for size in (128, 64, 32) if size <= most and length % size == 0 and (length > size or size == 32))
+
+
+def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
     """Rows and outputs of one program, its warps, and loads in flight. They choose who sums what, never in which order."""
-    if rows <= 16:
-        return 16, HEAD_N if outputs >= 32768 else 32 if not gated else 16, 4, 4
-    if rows <= 32:
-        return 32, HEAD_N if outputs >= 32768 else 32, 4, 4
-    if rows <= 64 or outputs >= 32768:
-        return 64, 64, 4, 3
-    return 128, 64 if gated else 128, 8, 3
+    if rows <= 64:
+        few = max(16, triton.next_power_of_2(rows))
+        return (few, HEAD_N, 8, 3) if head else (few, 64, 4, 6 if few <= 32 else 4)
+    if head:
+        return 64, HEAD_N, 4, 4
+    return (64, 64, 4, 4) if rows <= 512 else (128, 128, 8, 4)
 
 
 def tile_tokens(group: int) -> int:
-    """Prompt tokens of one attention tile: with `group` heads each they fill 64 rows."""
-    return max(64 // group, 1)
+    """Tokens of one attention tile, a prompt's neighbours or a trunk's readers: with `group` heads each they fill its 64 rows."""
+    return 64 // group
 
 
 def _warps(width: int) -> int:
