@@ -71,7 +71,10 @@ def build(out: Path = ROOT, *, extra: list[str] | None = None, optimise: str = "
     ]
     baseline = ["-O2", "-ffp-contract=off"]
     jobs = kernel_jobs(machine, optimise)
-    jobs += [(f"{n}.o", [*baseline, str(ROOT / "csrc" / f"{n}.cpp")]) for n in ("cpu", "model", "pool", "step")]
+    jobs += [
+        (f"{n}.o", [*baseline, str(ROOT / "csrc" / f"{n}.cpp")])
+        for n in ("attend", "cpu", "feed", "layers", "model", "pack", "pool", "recur", "step")
+    ]
     loose = ["-fno-strict-aliasing", "-DNDEBUG"]
     jobs.append(("binding.o", [*baseline, *includes, *loose, str(ROOT / "csrc" / "binding.cpp")]))
     jobs.append(("nb.o", ["-Os", *includes, *loose, "-w", str(bind / "src" / "nb_combined.cpp")]))

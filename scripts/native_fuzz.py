@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q5_K", "Q6_K")
+KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "MXFP4")
 KV: tuple[Any, ...] = ("bf16", "u8")
 
 
@@ -93,7 +93,8 @@ def fuzz(seconds: float, seed: int) -> Counter[str]:
 
     from shoal.errors import ShoalError
     from shoal.models.files import local_files
-    from shoal.runners.native.runner import NativeRunner, load_core, packed_path
+    from shoal.runners.native.core import load_core
+    from shoal.runners.native.runner import NativeRunner, packed_path
 
     rng, outcomes, folder = random.Random(seed), Counter[str](), Path(tempfile.mkdtemp())
     sources = [write_blocks(folder / f"{kind}.gguf", kind, layers=1) for kind in KINDS]

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <tuple>
 #include <vector>
 
 #include "model.h"
@@ -40,46 +41,46 @@ static double distance(const std::vector<float>& a, const std::vector<float>& b)
     return std::isfinite(d) ? std::sqrt(d / n) : 1e9;
 }
 
-static void products(const Kernels& k, const Kernels& plain, Codes codes, bool has_min, bool wide, int group, int offset) {
-    Matrix w;
-    w.n = 64, w.k = 96, w.strips = 2, w.codes = codes, w.has_min = has_min, w.wide_scales = wide, w.group = group, w.offset_log2 = offset;
-    w.strip_bytes = strip_bytes(w);
+static void products(const Kernels& k, const Kernels& plain, Codes codes, Scales scales, int offset) {
+    constexpr int kInputs = 512;
+    Entry e;
+    e.name = "w", e.n = 64, e.k = kInputs, e.codes = int(codes), e.scales = int(scales), e.offset_log2 = offset;
+    if (codes == Codes::kTable) e.unit_log2 = scales == Scales::kByte16 ? -3 : 0;
+    for (int i = 0; codes == Codes::kTable && i < 16; i++) e.table.push_back(int(rng() % 256));
+    Matrix w = form_of(e);
     std::vector<uint8_t> data(w.strip_bytes * 2 + 16384);
-    const bool dense = int(codes) >= 16;
-    const size_t code_bytes = codes == Codes::kFour ? 512 : 1024, share = w.strip_bytes / 3;
+    const bool dense = is_dense(codes);
     for (size_t i = 0; i < w.strip_bytes * 2; i++) data[i] = uint8_t(rng());
-    for (size_t i = 0; dense && i < w.strip_bytes; i++) {
+    for (size_t i = 0; dense && i < 2 * 32 * kInputs; i++) {
         const float v = uniform(-1, 1) + 2;
-        uint32_t u;
-        memcpy(&u, &v, 4);
+        const uint32_t u = bits_of(v);
         const uint16_t h = codes == Codes::kHalf ? half_bits(v) : uint16_t(u >> 16);
-        memcpy(data.data() + 2 * i, &h, 2);
+        if (codes == Codes::kFloat) memcpy(data.data() + 4 * i, &v, 4);
+        else memcpy(data.data() + 2 * i, &h, 2);
     }
-    for (size_t g = 0; !dense && g < 6; g++) {
-        uint8_t* scales = data.data() + g * share + code_bytes;
-        for (size_t i = 0; i < (share - code_bytes) / (wide ? 4 : 2); i++) {
-            const float v = uniform(0.5f, 1.5f) * (has_min && i >= 32 ? -8.f : 1.f);
-            const uint16_t h = half_bits(v);
-            if (wide) memcpy(scales + 4 * i, &v, 4);
-            else memcpy(scales + 2 * i, &h, 2);
+    const size_t block = dense ? w.strip_bytes : size_t(block_bytes(codes, scales));
+    for (size_t at = 0; !dense && at < w.strip_bytes * 2; at += block)
+        for (size_t i = 0; i < size_t(kStrip) * (has_min(scales) ? 2 : 1); i++) {
+            const uint16_t h = half_bits(uniform(0.5f, 1.5f) * (i >= size_t(kStrip) ? -8.f : 1.f));
+            if (scales == Scales::kPower) data[at + i] = uint8_t(126 + rng() % 4);
+            else memcpy(data.data() + at + 2 * i, &h, 2);
         }
-    }
     w.data = data.data();
-    std::vector<float> values(6 * 96);
+    std::vector<float> values(size_t(k.max_rows) * kInputs);
     for (auto& v : values) v = uniform(-2, 2);
     std::vector<std::vector<float>> alone;
     for (int rows = 1; rows <= k.max_rows; rows++) {
-        Acts mine(rows, 96);
+        Acts mine(rows, kInputs);
         std::vector<float> out(size_t(rows) * 64, 1.f);
-        for (int r = 0; r < rows; r++) k.quantise(values.data() + r * 96, 96, mine.tile, r, 0);
+        for (int r = 0; r < rows; r++) k.quantise(values.data() + r * kInputs, kInputs, mine.tile, r, 0);
         k.product(w, 0, 2, mine.tile, out.data(), 64, true);
         for (int r = 0; r < rows; r++) {
-            Acts one(1, 96);
+            Acts one(1, kInputs);
             std::vector<float> mine_row(out.begin() + r * 64, out.begin() + r * 64 + 64), row(64, 1.f), other(64, 1.f);
-            k.quantise(values.data() + r * 96, 96, one.tile, 0, 0);
+            k.quantise(values.data() + r * kInputs, kInputs, one.tile, 0, 0);
             k.product(w, 0, 2, one.tile, row.data(), 64, true);
             expect(row == mine_row, k.name, "a row of a tile", distance(mine_row, row));
-            plain.quantise(values.data() + r * 96, 96, one.tile, 0, 0);
+            plain.quantise(values.data() + r * kInputs, kInputs, one.tile, 0, 0);
             plain.product(w, 0, 2, one.tile, other.data(), 64, true);
             expect(distance(row, other) < 1e-5, k.name, "product", distance(row, other));
         }
@@ -156,11 +157,14 @@ int main() {
     const Kernels& plain = *choose_kernels("plain");
     for (const Kernels* each : supported_kernels()) {
         const Kernels& k = *each;
-        products(k, plain, Codes::kFour, true, false, 32, -1), products(k, plain, Codes::kFour, false, false, 32, 3);
-        products(k, plain, Codes::kFour, true, true, 32, -1), products(k, plain, Codes::kEight, false, false, 32, 7);
-        products(k, plain, Codes::kEight, true, false, 32, -1), products(k, plain, Codes::kEight, true, true, 32, -1);
-        products(k, plain, Codes::kEight, false, true, 16, 5);
-        products(k, plain, Codes::kHalf, false, false, 32, -1), products(k, plain, Codes::kBf16, false, false, 32, -1);
+        using C = Codes;
+        using S = Scales;
+        for (auto [codes, scales, offset] : std::initializer_list<std::tuple<C, S, int>>{
+                 {C::kTwo, S::kNibbles, -1}, {C::kThree, S::kByte16, 2}, {C::kFour, S::kHalf, 3}, {C::kFour, S::kHalfMin, -1}, {C::kFour, S::kSix, -1},
+                 {C::kFive, S::kHalf, 4}, {C::kFive, S::kHalfMin, -1}, {C::kFive, S::kSix, -1}, {C::kSix, S::kByte16, 5}, {C::kEight, S::kHalf, 7},
+                 {C::kTable, S::kHalf, 7}, {C::kTable, S::kByte, 7}, {C::kTable, S::kByte16, 7}, {C::kTable, S::kPower, 7},
+                 {C::kHalf, S::kNone, -1}, {C::kBf16, S::kNone, -1}, {C::kFloat, S::kNone, -1}})
+            products(k, plain, codes, scales, offset);
         for (int dim : {32, 64, 96, 128})
             for (int group : {1, 2, 3, 4, 7})
                 for (int tokens : {1, 2, 31, 33, 64})

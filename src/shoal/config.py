@@ -36,7 +36,8 @@ class EngineConfig:
     prefix_memory: bytes of KV kept for prefixes that nobody uses at the moment (None: whatever is free).
     max_step_tokens: the most tokens of one forward pass. max_stall_ms: the longest a running stream may wait for
     its next token because another prompt is being computed. decode_chunk: greedy tokens chained on the device
-    where the runner can (1: strict streaming). ageing_s: waiting this long lifts a request by one priority class.
+    where the runner can (1: strict streaming). max_queue: requests that may wait; max_queue_tokens: tokens of prompts
+    that may wait, beyond what fits the KV memory. ageing_s: waiting this long lifts a request by one priority class.
     watchdog_s: a forward pass that takes longer is taken for hung. threads: of the runner (None: all cores).
     pin_threads: keep each on one core; for a machine, or an affinity mask, that nothing else uses.
     precision: "auto", "bf16" or "f32". kv_precision: of the KV, "auto" (bf16 on the native runner), "bf16" or "u8"
@@ -54,6 +55,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_stall_ms: float = 150.0
     max_queue: int = 1024
+    max_queue_tokens: int = 2**20
     decode_chunk: int = 1
     ageing_s: float = 10.0
     watchdog_s: float = 120.0
@@ -71,6 +73,7 @@ class EngineConfig:
             ("max_batch", 1, 1024),
             ("max_step_tokens", 16, 65536),
             ("max_queue", 1, 10**6),
+            ("max_queue_tokens", 0, 2**40),
             ("decode_chunk", 1, 64),
             ("threads", 1, 1024),
             ("seed", 0, 2**63 - 1),

@@ -6,6 +6,8 @@ about it, and its message says all three. Catch `ShoalError` for any of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ShoalError(Exception):
     """Base of all errors of this package.
@@ -23,6 +25,18 @@ class ShoalError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}: {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are copied and pickled by calling their class with `args`; ours also need keywords.
+        return _rebuilt, (type(self), self.args, dict(vars(self)))
+
+
+def _rebuilt(kind: type[ShoalError], args: tuple[object, ...], fields: dict[str, object]) -> ShoalError:
+    """An error as it was, without calling its `__init__`."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(fields)
+    return error
 
 
 class ConfigError(ShoalError):
@@ -52,15 +66,20 @@ class KVBudgetError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """`max_queue` requests already wait. `retry_after_s` is an estimate of when a place will be free."""
+    """As many requests wait as may. `retry_after_s` is an estimate of when a place will be free.
 
-    def __init__(self, message: str, *, value: object, limit: object, retry_after_s: float) -> None:
+    `param` is the limit: "max_queue", or "max_queue_tokens" for the tokens of their prompts.
+    """
+
+    def __init__(
+        self, message: str, *, value: object, limit: object, retry_after_s: float, param: str = "max_queue"
+    ) -> None:
         super().__init__(
             message,
-            param="max_queue",
+            param=param,
             value=value,
             limit=limit,
-            hint=f"retry in about {retry_after_s:.1f} s or raise max_queue",
+            hint=f"retry in about {retry_after_s:.1f} s or raise {param}",
         )
         self.retry_after_s = retry_after_s
 
@@ -112,6 +131,10 @@ class BackendError(ShoalError):
 
 class RunnerError(ShoalError):
     """A forward pass failed. The requests that were in it end with this; the engine says if it goes on."""
+
+
+class CallbackError(ShoalError):
+    """The sink of a request raised, and so the request ended. `__cause__` is what it raised."""
 
 
 class EngineClosedError(ShoalError):

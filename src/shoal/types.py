@@ -58,8 +58,10 @@ class SamplingParams:
     temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. The filters apply in the order penalties,
     bias, temperature, top-k, top-p, min-p. `repetition_penalty` (Keskar et al., 2019) looks at prompt and output,
     `presence_penalty` and `frequency_penalty` (as OpenAI defines them) at the output only. `logprobs` is how many
-    alternatives to report per token (0: only the chosen one; None: nothing). Without a `seed` the engine draws
-    one and reports it in the result. The stop token is not part of the output; a stop string is cut from it.
+    alternatives to report per token (0: only the chosen one; None: nothing), `prompt_logprobs` the same for the prompt,
+    whose tokens are all computed then, also those whose KV is cached; beside it `max_tokens` may be 0. Without a `seed`
+    the engine draws one and reports it in the result. The stop token is not part of the output; a stop string is cut
+    from it.
     At most one of `json_schema`, `regex` and `grammar` (Lark) constrains the output to that language; JSON comes
     without free white space. Such an output ends when the grammar does, or short of that at a limit.
     """
@@ -75,6 +77,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -105,10 +108,11 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         whole = {
-            "max_tokens": (1, 2**31),
+            "max_tokens": (1 if self.prompt_logprobs is None else 0, 2**31),
             "top_k": (0, 2**31),
             "min_tokens": (0, 2**31),
             "logprobs": (0, 20),
+            "prompt_logprobs": (0, 20),
             "seed": (0, 2**63 - 1),
         }
         real = {
@@ -121,7 +125,7 @@ class SamplingParams:
         }
         for name, (low, high) in whole.items():
             value = getattr(self, name)
-            if value is None and name in ("logprobs", "seed"):
+            if value is None and name in ("logprobs", "prompt_logprobs", "seed"):
                 continue
             _check(_is_int(value) and low <= value <= high, name, value, f"a whole number from {low} to {high}")
         for name, (lowest, highest) in real.items():
@@ -186,13 +190,20 @@ class Namespace:
     agent: str = ""
     version: int = 0
 
+    def __post_init__(self) -> None:
+        _check(isinstance(self.task, str), "namespace.task", self.task, "a string")
+        _check(isinstance(self.agent, str), "namespace.agent", self.agent, "a string")
+        ok = _is_int(self.version) and self.version >= 0
+        _check(ok, "namespace.version", self.version, "a whole number of 0 or more")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a caller submits: exactly one of `prompt`, `prompt_tokens` and `messages`, and how to sample.
 
     `id` is the caller's name for it, unique among the requests in flight; without one the engine makes one.
-    `arrival_s` delays the arrival by that many seconds after `Engine.run` begins (replay of staggered load).
+    `arrival_s` delays the arrival by that many seconds after `run` begins (replay of staggered load); the other ways to
+    submit a request refuse it.
     `deadline_s` counts from the arrival, waiting included, and also orders the queue; `timeout_s` counts from the
     moment the request joins the batch. Past either it ends with `FinishReason.TIMEOUT`. Groups of equal priority
     are served equally: a fleet of agents that belong together share one `group`. Inside a group the request with the
@@ -238,7 +249,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one output token, and the most likely alternatives as (token, log-probability)."""
+    """Log-probability of one token, and the most likely alternatives as (token, log-probability)."""
 
     token: int
     logprob: float
@@ -253,7 +264,8 @@ class Receipt:
     were fed to the model (again after each of `preemptions`), `shared_with` other requests held its first block
     with it. `miss` is why no more was cached: `cold` (nothing alike was seen), `diverged` (the tokens differ from
     there on), `evicted` (it was there, memory ran out), `checkpoint` (more is there, but recurrent state was not kept
-    at that token), `stale` (an old version of its namespace), `off`, or None when nothing was missing.
+    at that token), `stale` (an old version of its namespace), `scored` (log-probabilities of the prompt were asked for,
+    which no KV has), `off`, or None when nothing was missing.
     """
 
     cached_tokens: int = 0
@@ -266,6 +278,8 @@ class Receipt:
 @dataclass(frozen=True, slots=True)
 class Result:
     """How one request ended. `tokens` and `text` are the whole output; a stop token or string is in neither.
+
+    `prompt_logprobs`, where asked for, has an entry for each token of the prompt but the first.
 
     Times count from submission (or from the scheduled arrival). `ttft_s` is None when no token came, `queue_s` (until
     it first joined the batch) when it never joined or a remote server does not tell.
@@ -281,6 +295,7 @@ class Result:
     seed: int
     receipt: Receipt = Receipt()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: ShoalError | None = None
     queue_s: float | None = None
 
@@ -295,7 +310,8 @@ class Event:
     """News of one request: tokens that appeared, the text they completed, and at the end its result.
 
     Exactly one event of a request has a `result`, and it is the last. The joined `text` of all its events is
-    `result.text`; a token whose bytes are not yet a whole character brings an empty text.
+    `result.text`; a token whose bytes are not yet a whole character brings an empty text. The first event has the
+    `prompt_logprobs`, all of them.
     """
 
     request_id: str
@@ -303,6 +319,7 @@ class Event:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     result: Result | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def finished(self) -> bool:

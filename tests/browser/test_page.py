@@ -99,7 +99,7 @@ def test_one_by_one_shows_both_times(bench: Bench) -> None:
 def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str) -> None:
     waits = choice == "Let it finish"
     bench = Bench(page, live.url).open(**{**LONG, "maxTokens": 150 if waits else 2000})
-    before = live.http.get("/v1/page").json()["model"]
+    before = live.http.get("/swarmbench/state").json()["model"]
     other = TWIN if before == MODEL else MODEL
     bench.ask()
     bench.wait_writing(6)
@@ -109,7 +109,7 @@ def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str
     bench.wait_end()
     expect(page.locator("#send")).to_be_enabled()  # again: not while a model is being loaded
     expect(page.locator("#progress")).to_be_hidden()
-    assert live.http.get("/v1/page").json()["model"] == other
+    assert live.http.get("/swarmbench/state").json()["model"] == other
     states = bench.states()
     assert (set(states) == {"done"}) is waits
     assert waits or states[8] == "cancelled"  # the synthesis was still to come
@@ -130,7 +130,7 @@ def test_a_run_survives_a_reload(page: Page, live: Live) -> None:
     assert bench.run_id == run
     bench.wait_end()
     assert set(bench.states()) == {"done"}
-    record = live.http.get(f"/v1/swarms/{run}").json()
+    record = live.http.get(f"/swarmbench/runs/{run}").json()
     assert [card["tokens"] for card in record["together"]["cards"]] == [
         int(re.sub(r"\stok .*", "", text)) for text in page.locator("#run .card-facts").all_inner_texts()
     ]

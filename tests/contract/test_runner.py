@@ -252,6 +252,24 @@ def test_wants_are_answered_in_plan_order(bench: Bench) -> None:
         assert output.argmax[items[i].seq_id] == (int(expected[i].argmax()),)
 
 
+def test_several_rows_are_those_of_the_tokens_one_by_one(bench: Bench) -> None:
+    most = bench.runner.spec.max_rows
+    if most == 1:
+        pytest.skip("this runner gives the logits after the last token")
+    prompts, counts = [bench.tokens(n) for n in (2, most, most + 5)], [2, most, 3]
+    items = [bench.item(p, 0, bench.table(len(p))) for p in prompts]
+    items = [replace(item, rows=count) for item, count in zip(items, counts, strict=True)]
+    best = bench.item(prompts[2], 0, bench.table(most + 5), Want.ARGMAX)
+    output = bench.runner.execute(StepPlan(1, (items[0], best, *items[1:])))
+    assert output.logits is not None
+    rows = [row.copy() for row in output.logits]
+    ends = [(p, len(p) - count + 1 + i) for p, count in zip(prompts, counts, strict=True) for i in range(count)]
+    assert len(rows) == len(ends)
+    assert output.argmax[best.seq_id] == (int(rows[-1].argmax()),)
+    for row, (prompt, end) in zip(rows, ends, strict=True):
+        assert bench.same(row, bench.whole(prompt[:end]))
+
+
 def test_the_best_few_are_those_of_the_logits(bench: Bench) -> None:
     most = bench.runner.spec.max_top
     if most == 0:

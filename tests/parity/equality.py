@@ -19,7 +19,7 @@ import numpy as np
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.engine.inputs import InputProcessor
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import Output, RequestState, StepLoop
 from shoal.runners.base import Runner
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.sampler import INVALID_TOKEN
@@ -149,8 +149,8 @@ def one_schedule(
 
     def join(i: int, state: RequestState | None = None) -> None:
         events.append((i, []))
-        written = loop.share(state) if state is not None else ()
-        added = loop.add(f"r{len(events)}", loop.inputs.prepare(requests[i]), events[-1][1].append, written=written)
+        written = loop.share(state) if state is not None else Output()
+        added = loop.add(f"r{len(events)}", loop.inputs.prepare(requests[i]), events[-1][1].append, before=written)
         watched.know(added.seq.seq_id, added.seq.tokens)
 
     places: dict[str, int] = {}

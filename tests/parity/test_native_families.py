@@ -12,7 +12,7 @@ from shoal.models.gguf import read_gguf
 from shoal.runners.native.runner import NativeRunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.reference import logits, mean_kl
-from tests.support.native_tiny import isas, open_tiny, write_blocks
+from tests.support.native_tiny import SCALES_AT, isas, open_tiny, write_blocks
 from tests.support.tiny_gguf import VOCAB, write_tiny
 
 ISAS = isas()
@@ -57,7 +57,7 @@ def test_a_tiny_model_computes_what_the_reference_computes(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", sorted(SCALES_AT))
 def test_every_quantised_type_keeps_its_weights(kind: str, isa: str, tmp_path: Path) -> None:
     path = write_blocks(tmp_path / "blocks.gguf", kind)
     tokens = np.random.default_rng(2).integers(0, 130, 50).tolist()

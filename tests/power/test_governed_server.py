@@ -23,7 +23,7 @@ def test_stats_tell_of_the_governor_and_a_refusal_is_a_503_that_says_when() -> N
         refused = live.chat()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         assert error_of(refused)["code"] == "power_limit"
-        told = live.http.get("/v1/stats").json()["power"]
+        told = live.http.get("/stats").json()["power"]
         assert (told["level"], told["refusing"], told["decisions"][-1]["action"]) == ("critical", True, "refused")
 
         async def work() -> None:
@@ -37,4 +37,4 @@ def test_stats_tell_of_the_governor_and_a_refusal_is_a_503_that_says_when() -> N
 
 def test_stats_of_an_engine_without_one_have_no_such_part() -> None:
     with Live(Engine(FakeRunner, ByteTokenizer())) as live:
-        assert "power" not in live.http.get("/v1/stats").json()
+        assert "power" not in live.http.get("/stats").json()

@@ -204,7 +204,7 @@ class CoreMachine(RuleBasedStateMachine):
         name = f"r{len(self.events)}"
         self.events[name] = []
         written = self.loop.share(parent)
-        self.request_states[name] = self.loop.add(name, parent.prepared, self.events[name].append, written=written)
+        self.request_states[name] = self.loop.add(name, parent.prepared, self.events[name].append, before=written)
         self.expected[name] = self.expected[parent.request_id]
 
     @rule()

@@ -17,7 +17,10 @@ CORE = {
 
 
 class Foreign:
-    """Usable with `with`. `answer` is what it writes, word by word; `bodies` what it was sent."""
+    """Usable with `with`. `answer` is what it writes, word by word; `bodies` what it was sent.
+
+    `frame` is what it makes of an event, `extra` what is in each.
+    """
 
     def __init__(self, answer: str = "Hello there", *, known: set[str] = CORE) -> None:
         self.answer = answer
@@ -25,6 +28,8 @@ class Foreign:
         self.last_words = "[DONE]"
         self.dies_every = 0  # every so many calls one is not answered and its connection closed
         self.resets = False
+        self.extra: dict[str, Any] = {}
+        self.frame = "data:{}\n\n"
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -69,7 +74,8 @@ class Foreign:
                 self.close_connection = True
 
             def _event(self, document: Any) -> None:
-                self.wfile.write(f"data:{json.dumps(document)}\n\n".encode())
+                text = json.dumps({**document, **outer.extra}, ensure_ascii=False)
+                self.wfile.write(outer.frame.format(text).encode())
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"

@@ -22,6 +22,7 @@ from shoal import AsyncEngine, Engine
 from shoal.errors import ShoalError
 from shoal.runners.fake import FakeRunner
 from shoal.server.inprocess import (
+    BASE_URL,
     EngineTransport,
     SyncEngineTransport,
     async_openai,
@@ -163,12 +164,19 @@ def test_errors_are_those_of_the_api() -> None:
             client.chat.completions.create(**{**PLAIN, "temperature": -1})
         assert client.models.list().data[0].id == "toy"
         with httpx.Client(transport=SyncEngineTransport(engine)) as plain:  # type: ignore[arg-type]
-            switch = plain.post("http://shoal.invalid/v1/models/load", json={"model": "other"})
+            switch = plain.post("http://shoal.invalid/models/load", json={"model": "other"})
             assert (switch.status_code, "cannot be switched" in switch.json()["error"]["message"]) == (400, True)
             health = plain.get("http://shoal.invalid/health?probe=1").json()
             assert health["status"] == "ok"
     threads = {thread.name for thread in threading.enumerate()}
     assert "shoal-inprocess" not in threads
+
+
+def test_the_page_is_not_in_this_process() -> None:
+    paths = ("/", "/page/main.js", "/swarmbench/state", "/swarmbench/runs", "/swarmbench/storage", "/health")
+    with toy_engine() as engine, sync_openai(engine, "toy") as client:
+        http, base = client._client, BASE_URL.removesuffix("/v1")
+        assert [http.get(base + path).status_code for path in paths] == [404] * 5 + [200]
 
 
 def test_an_engine_that_closes_under_a_call_is_an_error_for_it() -> None:

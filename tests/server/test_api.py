@@ -116,6 +116,36 @@ def test_completions_take_texts_and_tokens_and_echo(live: Live) -> None:
     assert all(len(top) == 3 for top in probs["top_logprobs"])
 
 
+def streamed(live: Live, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream."""
+    lines = live.post(path, {**body, "stream": True}).text.split("\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("echo", [None, False])
+@pytest.mark.parametrize("stop", [None, ["éz", "bé"], "zzzz"])
+def test_offsets_are_of_the_whole_text_however_it_is_cut(live: Live, stop: Any, echo: bool | None) -> None:
+    # "aé😀" again and again: characters of one, two and four tokens, some of them held back for a stop string.
+    text = "aé😀"
+    fields: Any = {"max_tokens": 14, "temperature": 0, "logprobs": 0, "stop": stop, "echo": echo}
+    fields["structured_outputs"] = {"grammar": f'start: "{text * 2}"'}
+    whole = live.post("/v1/completions", {"prompt": "x", **fields}).json()["choices"][0]
+    assert whole["text"] == text * 2
+    assert whole["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3, 4, 4, 5, 5, 5, 5]
+    pieces = [
+        chunk["choices"][0]["logprobs"]["text_offset"]
+        for chunk in streamed(live, "/v1/completions", {"prompt": "x", **fields})
+    ]
+    assert [at for piece in pieces for at in piece] == whole["logprobs"]["text_offset"]
+
+
+def test_offsets_count_text_that_is_held_back(live: Live) -> None:
+    fields: Any = {"max_tokens": 6, "temperature": 0, "logprobs": 0, "logit_bias": {str(ord("a")): 100}, "stop": "aaab"}
+    chunks = [chunk["choices"][0] for chunk in streamed(live, "/v1/completions", {"prompt": "x", **fields})]
+    assert chunks[0]["text"] == ""  # held back
+    assert [at for chunk in chunks for at in chunk["logprobs"]["text_offset"]] == list(range(6))
+
+
 def test_token_ids_come_when_asked_for(live: Live) -> None:
     [choice] = live.chat(return_token_ids=True).json()["choices"]
     assert bytes(choice["token_ids"]).decode() == choice["message"]["content"]
@@ -126,7 +156,7 @@ def test_models_health_stats_metrics_tokenize(live: Live) -> None:
     assert (model["id"], model["object"], model["loaded"]) == ("toy", "model", True)
     assert live.http.get("/v1/models/toy").json()["id"] == "toy"
     assert live.http.get("/health").json()["status"] == "ok"
-    assert live.http.get("/v1/stats").json()["engine"]["running"] == 0
+    assert live.http.get("/stats").json()["engine"]["running"] == 0
     page = live.http.get("/metrics").text
     assert "shoal_up 1.0" in page
     assert 'shoal_http_requests_total{path="/v1/chat/completions"' in page
@@ -339,7 +369,7 @@ def test_a_failed_pass_is_500_and_a_dead_engine_503() -> None:
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
         failing = False
-        assert live.post("/v1/models/load", {"model": "toy"}).status_code == 200
+        assert live.post("/models/load", {"model": "toy"}).status_code == 200
         assert live.chat().status_code == 200
 
 

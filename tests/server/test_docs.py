@@ -22,13 +22,13 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "`POST /v1/completions`": (CompletionRequest, Sampled),
     "`POST /v1/responses`": (ResponsesRequest, Common),
     "`POST /tokenize`": (TokenizeRequest, None),
-    "`POST /v1/models/load`": (LoadRequest, None),
-    "`POST /v1/models/unload`": (UnloadRequest, None),
-    "`POST /v1/swarms`": (SwarmRequest, None),
-    "`POST /v1/swarms/{run_id}/stop`": (StopRequest, None),
-    "`PATCH /v1/swarms/{run_id}`": (RenameRequest, None),
-    "`POST /v1/storage`": (PullRequest, None),
-    "`POST /v1/page`": (SettingsRequest, None),
+    "`POST /models/load`": (LoadRequest, None),
+    "`POST /models/unload`": (UnloadRequest, None),
+    "`POST /swarmbench/runs`": (SwarmRequest, None),
+    "`POST /swarmbench/runs/{run_id}/stop`": (StopRequest, None),
+    "`PATCH /swarmbench/runs/{run_id}`": (RenameRequest, None),
+    "`POST /swarmbench/storage`": (PullRequest, None),
+    "`POST /swarmbench/state`": (SettingsRequest, None),
 }
 
 

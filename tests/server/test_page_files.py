@@ -69,16 +69,21 @@ def test_vendored_libraries_come_with_their_licences() -> None:
 def test_a_key_is_asked_for_everything_but_the_files(keyed: Live) -> None:
     assert keyed.http.get("/").status_code == 200
     assert keyed.http.get("/page/main.js").status_code == 200
-    for method, path in [("GET", "/v1/page"), ("GET", "/v1/swarms"), ("POST", "/v1/swarms"), ("GET", "/v1/storage")]:
+    for method, path in [
+        ("GET", "/swarmbench/state"),
+        ("GET", "/swarmbench/runs"),
+        ("POST", "/swarmbench/runs"),
+        ("GET", "/swarmbench/storage"),
+    ]:
         assert keyed.http.request(method, path).status_code == 401, path
-    assert keyed.http.get("/v1/page", headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert keyed.http.get("/swarmbench/state", headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example."]
 )
 def test_a_name_that_was_made_to_point_here_gets_nothing(live: Live, host: str) -> None:
-    for path in ("/", "/v1/models", "/health", "/v1/swarms"):
+    for path in ("/", "/v1/models", "/health", "/swarmbench/runs"):
         answer = live.http.get(path, headers={"Host": host})
         assert (answer.status_code, error_of(answer)["code"]) == (403, "forbidden_host")
 
@@ -101,10 +106,10 @@ def test_a_name_is_allowed_by_setting_and_needless_with_a_key(keyed: Live) -> No
 def test_a_page_of_another_origin_can_change_nothing(live: Live, origin: str) -> None:
     headers = {"Origin": origin}
     calls = [
-        ("POST", "/v1/swarms"),
-        ("POST", "/v1/models/unload"),
-        ("DELETE", "/v1/storage/smollm2-135m"),
-        ("PATCH", "/v1/swarms/x"),
+        ("POST", "/swarmbench/runs"),
+        ("POST", "/models/unload"),
+        ("DELETE", "/swarmbench/storage/smollm2-135m"),
+        ("PATCH", "/swarmbench/runs/x"),
         ("POST", "/v1/chat/completions"),
     ]
     for method, path in calls:
@@ -122,7 +127,7 @@ def test_the_page_itself_and_allowed_origins_may_call(live: Live) -> None:
         assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/swarms", "/v1/storage", "/v1/page", "/v1/models/load"])
+@pytest.mark.parametrize("path", ["/swarmbench/runs", "/swarmbench/storage", "/swarmbench/state", "/models/load"])
 def test_what_a_form_could_send_is_refused(live: Live, path: str) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         answer = httpx.post(live.url + path, content=b'{"name": "x/y"}', headers={"Content-Type": kind})

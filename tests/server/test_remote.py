@@ -265,3 +265,50 @@ def test_a_server_that_dies_every_time_is_an_error_with_words() -> None:
         error = remote(foreign, work)
     assert isinstance(error, RunnerError)
     assert not str(error).rstrip().endswith(":")
+
+
+SEPARATORS = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\u00a0h 😀"
+
+
+@pytest.mark.parametrize(
+    "frame", ["data:{}\n\n", "data: {}\r\n\r\n", "data: {}\r\r", ": hm\nevent: x\ndata: {}\nid: 1\n\n"]
+)
+def test_a_line_of_an_event_ends_at_its_end_alone(frame: str) -> None:
+    with Foreign(SEPARATORS) as foreign:
+        foreign.frame, foreign.extra = frame, {"error": None}
+
+        async def work(engine: RemoteEngine) -> Any:
+            return await engine.complete(Request(messages=[{"role": "user", "content": "x"}]))
+
+        result = remote(foreign, work)
+    assert (result.error, result.text) == (None, SEPARATORS.replace(" ", ""))
+    assert result.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("data", ["[1]", "null", "no JSON", '{"error": "full"}', '{"error": {"message": "full"}}'])
+def test_an_event_that_is_no_chunk_ends_the_request_with_an_error(data: str) -> None:
+    with Foreign() as foreign:
+        foreign.frame = "data: " + data.replace("{", "{{").replace("}", "}}") + "\n\n"
+
+        async def work(engine: RemoteEngine) -> Any:
+            return await engine.complete(Request(prompt="x"))
+
+        result = remote(foreign, work)
+    assert isinstance(result.error, RunnerError)
+    assert ("full" if "full" in data else "not a JSON object") in str(result.error)
+
+
+def test_a_deadline_ends_the_request_and_not_whoever_reads_it() -> None:
+    with Live(toy(step_s=0.01)) as live:
+
+        async def work(engine: RemoteEngine) -> list[FinishReason | None]:
+            sampling = SamplingParams(max_tokens=2000, ignore_eos=True)
+            ends: list[FinishReason | None] = []
+            async for event in engine.generate(Request(prompt="abc", sampling=sampling, deadline_s=0.3)):
+                if not ends:
+                    await asyncio.sleep(0.6)  # the deadline passes while the reader does something else
+                ends.append(event.result.finish_reason if event.result else None)
+            return ends
+
+        assert remote(live, work)[-1] is FinishReason.TIMEOUT
+        live.wait_idle()

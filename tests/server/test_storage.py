@@ -36,7 +36,7 @@ def live(home: Path) -> Iterator[Live]:
 def test_sizes_and_what_is_loaded(live: Live, home: Path) -> None:
     derived = Store().cache_dir(Store().resolve("org/two", pull=False).key)
     (derived / "packed").write_bytes(b"y" * 700)
-    told = live.http.get("/v1/storage").json()
+    told = live.http.get("/swarmbench/storage").json()
     models = {model["name"]: model for model in told["models"]}
     assert set(models) == {"one", "org/two"}
     assert models["one"]["loaded"]
@@ -49,12 +49,12 @@ def test_sizes_and_what_is_loaded(live: Live, home: Path) -> None:
 
 
 def test_a_model_is_deleted_but_not_the_one_in_use(live: Live, home: Path) -> None:
-    answer = live.http.delete("/v1/storage/one")
+    answer = live.http.delete("/swarmbench/storage/one")
     assert (answer.status_code, error_of(answer)["code"]) == (409, "model_in_use")
-    assert live.http.delete("/v1/storage/org/two").json()["freed_bytes"] > 5000
+    assert live.http.delete("/swarmbench/storage/org/two").json()["freed_bytes"] > 5000
     assert not (home / "models" / "org--two").exists()
-    assert live.http.delete("/v1/storage/org/two").status_code == 404
-    assert live.http.delete("/v1/storage/..%2f..").status_code == 404
+    assert live.http.delete("/swarmbench/storage/org/two").status_code == 404
+    assert live.http.delete("/swarmbench/storage/..%2f..").status_code == 404
 
 
 def test_a_model_that_is_being_loaded_is_not_deleted(home: Path) -> None:
@@ -66,10 +66,10 @@ def test_a_model_that_is_being_loaded_is_not_deleted(home: Path) -> None:
         return toy()
 
     with Live(toy(), load, name="one") as server:
-        switch = threading.Thread(target=lambda: server.post("/v1/models/load", {"model": "org/two"}))
+        switch = threading.Thread(target=lambda: server.post("/models/load", {"model": "org/two"}))
         switch.start()
         assert loading.wait(10)
-        answer = server.http.delete("/v1/storage/org/two")
+        answer = server.http.delete("/swarmbench/storage/org/two")
         go.set()
         switch.join(10)
         assert (answer.status_code, error_of(answer)["code"]) == (409, "model_in_use")
@@ -78,10 +78,10 @@ def test_a_model_that_is_being_loaded_is_not_deleted(home: Path) -> None:
 
 def test_a_pull_is_told_of_until_it_ends(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment once, at import
-    assert live.post("/v1/storage", {"name": "no such name!"}).status_code == 404
-    assert live.post("/v1/storage", {"name": "nobody/nothing"}).status_code == 200
+    assert live.post("/swarmbench/storage", {"name": "no such name!"}).status_code == 404
+    assert live.post("/swarmbench/storage", {"name": "nobody/nothing"}).status_code == 200
     deadline = time.monotonic() + 20
-    while not (pull := live.http.get("/v1/storage").json()["pulls"][0])["finished"]:
+    while not (pull := live.http.get("/swarmbench/storage").json()["pulls"][0])["finished"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert pull["stage"] == "failed"

@@ -37,7 +37,7 @@ def slow() -> Iterator[Live]:
 
 def begin(live: Live, **fields: Any) -> str:
     body = {"question": "Why?", "agents": AGENTS, "max_tokens": 12, "seed": 1, **fields}
-    answer = live.post("/v1/swarms", body)
+    answer = live.post("/swarmbench/runs", body)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
 
@@ -48,7 +48,7 @@ def events(live: Live, run: str, path: str = "events", timeout_s: float = 30.0) 
 
 
 def follow(live: Live, run: str, path: str = "events", timeout_s: float = 30.0) -> Iterator[Entry]:
-    with httpx.stream("GET", f"{live.url}/v1/swarms/{run}/{path}", timeout=timeout_s) as answer:
+    with httpx.stream("GET", f"{live.url}/swarmbench/runs/{run}/{path}", timeout=timeout_s) as answer:
         assert answer.status_code == 200
         number, name = None, ""
         for line in answer.iter_lines():
@@ -62,7 +62,7 @@ def follow(live: Live, run: str, path: str = "events", timeout_s: float = 30.0) 
 
 
 def record(live: Live, run: str) -> dict[str, Any]:
-    return dict(live.http.get(f"/v1/swarms/{run}").json())
+    return dict(live.http.get(f"/swarmbench/runs/{run}").json())
 
 
 def finished(live: Live, run: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_following_goes_on_behind_the_last_frame_that_was_seen(live: Live) -> No
     whole = [entry for entry in events(live, run, "events?after=0") if entry[1] == "frame"]
     assert len(whole) > 2
     assert [entry for entry in events(live, run, "events?after=2") if entry[1] == "frame"] == whole[2:]
-    header = httpx.get(f"{live.url}/v1/swarms/{run}/events", headers={"Last-Event-ID": "2"}).text
+    header = httpx.get(f"{live.url}/swarmbench/runs/{run}/events", headers={"Last-Event-ID": "2"}).text
     assert "snapshot" not in header
     assert header.startswith("id: 3\n")
 
@@ -146,7 +146,7 @@ def test_a_card_is_stopped_alone(slow: Live) -> None:
     stopped = False
     for _, _, data in follow(slow, run):
         if not stopped and any(card["tokens"] > 4 for card in data.get("cards", ())):
-            stopped = slow.post(f"/v1/swarms/{run}/stop", {"card": 3}).status_code == 200
+            stopped = slow.post(f"/swarmbench/runs/{run}/stop", {"card": 3}).status_code == 200
     states = [card["state"] for card in record(slow, run)["together"]["cards"]]
     assert stopped
     assert states == ["done"] * 3 + ["cancelled"] + ["done"] * 5  # the synthesis reads what there is
@@ -157,7 +157,7 @@ def test_all_are_stopped(slow: Live) -> None:
     run = begin(slow, max_tokens=500, one_by_one=True)
     time.sleep(0.1)
     began = time.monotonic()
-    slow.post(f"/v1/swarms/{run}/stop", {})
+    slow.post(f"/swarmbench/runs/{run}/stop", {})
     told = finished(slow, run)
     assert time.monotonic() - began < 2
     assert told["state"] == "cancelled"
@@ -181,7 +181,7 @@ def test_a_run_goes_on_when_nobody_follows(slow: Live) -> None:
 
 def test_a_switch_of_models_ends_a_run_that_does_not_finish_in_time(slow: Live) -> None:
     run = begin(slow, max_tokens=2000)
-    assert slow.post("/v1/models/load", {"model": "other", "drain_s": 0.1}).status_code == 200
+    assert slow.post("/models/load", {"model": "other", "drain_s": 0.1}).status_code == 200
     told = finished(slow, run)
     assert told["state"] in ("cancelled", "failed")
     states = [card["state"] for card in told["together"]["cards"]]
@@ -193,7 +193,7 @@ def test_a_switch_of_models_ends_a_run_that_does_not_finish_in_time(slow: Live) 
 
 def test_a_switch_waits_for_a_run_that_does(slow: Live) -> None:
     run = begin(slow, max_tokens=20)
-    assert slow.post("/v1/models/load", {"model": "other", "drain_s": 20}).status_code == 200
+    assert slow.post("/models/load", {"model": "other", "drain_s": 20}).status_code == 200
     assert record(slow, run)["state"] == "done"
 
 
@@ -228,23 +228,23 @@ def test_long_notes_are_cut_to_what_the_model_can_read() -> None:
     ],
 )
 def test_a_wrong_order_is_refused_by_name(live: Live, field: str, value: object) -> None:
-    answer = live.post("/v1/swarms", {"question": "Why?", "agents": AGENTS, field: value})
+    answer = live.post("/swarmbench/runs", {"question": "Why?", "agents": AGENTS, field: value})
     assert answer.status_code == 400
     assert error_of(answer)["param"].startswith(field)
 
 
 def test_a_question_of_white_space_is_refused_and_nothing_is_left(live: Live) -> None:
-    answer = live.post("/v1/swarms", {"question": "  \n", "agents": AGENTS})
+    answer = live.post("/swarmbench/runs", {"question": "  \n", "agents": AGENTS})
     assert (answer.status_code, error_of(answer)["param"]) == (400, "question")
     live.wait_idle()
 
 
 def test_too_many_runs_are_refused(slow: Live) -> None:
     runs = [begin(slow, max_tokens=400) for _ in range(8)]
-    answer = slow.post("/v1/swarms", {"question": "Why?", "agents": AGENTS})
+    answer = slow.post("/swarmbench/runs", {"question": "Why?", "agents": AGENTS})
     assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
     for run in runs:
-        slow.post(f"/v1/swarms/{run}/stop", {})
+        slow.post(f"/swarmbench/runs/{run}/stop", {})
     for run in runs:
         events(slow, run)
     slow.wait_idle()
@@ -258,7 +258,7 @@ def test_unknown_runs_are_404(live: Live) -> None:
         ("PATCH", "", {"title": "x"}),
         ("DELETE", "", None),
     ]:
-        answer = live.http.request(method, f"/v1/swarms/nobody{path}", json=body)
+        answer = live.http.request(method, f"/swarmbench/runs/nobody{path}", json=body)
         assert (answer.status_code, error_of(answer)["code"]) == (404, "run_not_found"), (method, path)
 
 
@@ -268,25 +268,25 @@ def test_history_is_listed_searched_renamed_exported_and_deleted(live: Live) -> 
     finished(live, begin(live, question="Something else"))
 
     def found(query: str) -> list[str]:
-        return [entry["title"] for entry in live.http.get("/v1/swarms", params={"q": query}).json()["data"]]
+        return [entry["title"] for entry in live.http.get("/swarmbench/runs", params={"q": query}).json()["data"]]
 
     assert found("quokka") == ["What is a quokka?"]
-    assert live.http.patch(f"/v1/swarms/{run}", json={"title": "Marsupials"}).status_code == 200
+    assert live.http.patch(f"/swarmbench/runs/{run}", json={"title": "Marsupials"}).status_code == 200
     assert found("marsup what") == ["Marsupials"]
-    markdown = live.http.get(f"/v1/swarms/{run}", params={"form": "markdown"})
+    markdown = live.http.get(f"/swarmbench/runs/{run}", params={"form": "markdown"})
     assert markdown.headers["content-type"].startswith("text/markdown")
     assert markdown.text.startswith("# Marsupials\n\nWhat is a quokka?")
     assert "## Agent 7" in markdown.text
-    assert live.http.delete(f"/v1/swarms/{run}").status_code == 200
+    assert live.http.delete(f"/swarmbench/runs/{run}").status_code == 200
     assert found("quokka") == []
-    assert live.http.get(f"/v1/swarms/{run}").status_code == 404
+    assert live.http.get(f"/swarmbench/runs/{run}").status_code == 404
 
 
 def test_a_run_that_goes_on_cannot_be_deleted(slow: Live) -> None:
     run = begin(slow, max_tokens=300)
-    answer = slow.http.delete(f"/v1/swarms/{run}")
+    answer = slow.http.delete(f"/swarmbench/runs/{run}")
     assert (answer.status_code, error_of(answer)["code"]) == (409, "run_in_progress")
-    slow.post(f"/v1/swarms/{run}/stop", {})
+    slow.post(f"/swarmbench/runs/{run}/stop", {})
     events(slow, run)
 
 
@@ -308,20 +308,20 @@ def test_a_history_that_fails_is_told_and_stops_nobody(tmp_path: Path) -> None:
     with Live(toy(), history=path) as live:
         run = begin(live, max_tokens=4)
         assert [name for _, name, _ in events(live, run)][-1] == "end"
-        answer = live.http.get("/v1/swarms")
+        answer = live.http.get("/swarmbench/runs")
         assert (answer.status_code, error_of(answer)["code"]) == (507, "history_failed")
         deadline = time.monotonic() + 5
-        while live.http.get("/v1/page").json()["history_error"] is None:
+        while live.http.get("/swarmbench/state").json()["history_error"] is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
 
 def test_the_stall_bound_changes_while_the_engine_runs(live: Live) -> None:
-    told = live.post("/v1/page", {"max_stall_ms": 33}).json()
+    told = live.post("/swarmbench/state", {"max_stall_ms": 33}).json()
     assert told["engine"]["max_stall_ms"] == 33
     assert live.engine.config.max_stall_ms == 33
     assert live.engine._loop.scheduler.pacer.max_stall_ms == 33
-    assert live.post("/v1/page", {"max_stall_ms": 0}).status_code == 400
+    assert live.post("/swarmbench/state", {"max_stall_ms": 0}).status_code == 400
 
 
 def test_many_follow_one_run(slow: Live) -> None:

@@ -44,7 +44,7 @@ def in_background(live: Live, body: dict[str, Any]) -> tuple[threading.Thread, l
 def test_calls_in_flight_finish_before_the_switch() -> None:
     with Live(load("a"), load, name="a") as live:
         thread, answers = in_background(live, chat_body(max_tokens=60))
-        loaded = live.post("/v1/models/load", {"model": "b"})
+        loaded = live.post("/models/load", {"model": "b"})
         assert loaded.json()["id"] == "b"
         thread.join(10)
         assert answers[0].status_code == 200
@@ -57,7 +57,7 @@ def test_calls_in_flight_finish_before_the_switch() -> None:
 def test_calls_that_take_too_long_are_told(stream: bool) -> None:
     with Live(load("a"), load, name="a") as live:
         thread, answers = in_background(live, chat_body(max_tokens=3000, stream=stream))
-        assert live.post("/v1/models/load", {"model": "b", "drain_s": 0.05}).is_success
+        assert live.post("/models/load", {"model": "b", "drain_s": 0.05}).is_success
         thread.join(10)
         [answer] = answers
         error = events(answer)[-1]["error"] if stream else error_of(answer)
@@ -74,13 +74,13 @@ def test_new_calls_during_a_switch_are_told_to_come_back() -> None:
         return toy()
 
     with Live(toy(), slow, name="a") as live:
-        switch = threading.Thread(target=lambda: httpx.post(f"{live.url}/v1/models/load", json={"model": "b"}))
+        switch = threading.Thread(target=lambda: httpx.post(f"{live.url}/models/load", json={"model": "b"}))
         switch.start()
         wait_for(lambda: live.http.get("/health").status_code == 503)
         answer = live.chat()
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
-        assert live.post("/v1/models/load", {"model": "c"}).status_code == 409
+        assert live.post("/models/load", {"model": "c"}).status_code == 409
         gate.set()
         switch.join(10)
         assert live.chat(model="b").is_success
@@ -88,7 +88,7 @@ def test_new_calls_during_a_switch_are_told_to_come_back() -> None:
 
 def test_a_model_that_cannot_be_loaded_leaves_the_old_one() -> None:
     with Live(load("a"), load, name="a") as live:
-        answer = live.post("/v1/models/load", {"model": "missing"})
+        answer = live.post("/models/load", {"model": "missing"})
         assert answer.status_code == 404
         assert error_of(answer)["param"] == "model"
         assert live.chat(model="a").is_success
@@ -102,7 +102,7 @@ def test_a_name_that_may_not_be_loaded_disturbs_nobody() -> None:
         live.hub._check = check
         thread, answers = in_background(live, chat_body(max_tokens=100))
         for name in ("b", "../../etc/passwd"):
-            assert live.post("/v1/models/load", {"model": name, "drain_s": 0}).status_code == 404
+            assert live.post("/models/load", {"model": name, "drain_s": 0}).status_code == 404
         thread.join(10)
         assert answers[0].status_code == 200
 
@@ -122,12 +122,12 @@ def test_a_second_signal_does_not_wait() -> None:
 
 def test_unload_and_load_again() -> None:
     with Live(load("a"), load, name="a") as live:
-        assert live.post("/v1/models/unload", {"model": "z"}).status_code == 404
-        assert live.post("/v1/models/unload", {}).json() == {"unloaded": "a"}
+        assert live.post("/models/unload", {"model": "z"}).status_code == 404
+        assert live.post("/models/unload", {}).json() == {"unloaded": "a"}
         assert live.http.get("/health").status_code == 503
         assert error_of(live.chat())["code"] == "no_model"
-        assert live.http.get("/v1/stats").json()["healthy"] is False
-        assert live.post("/v1/models/load", {"model": "a"}).is_success
+        assert live.http.get("/stats").json()["healthy"] is False
+        assert live.post("/models/load", {"model": "a"}).is_success
         assert live.chat().is_success
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,22 @@ CALL = ("look", '{"at": "sea"}')
 OBJECT = '{"name": "look", "arguments": {"at": "sea"}}'
 BLOCK = f"<tool_call>\n{OBJECT}\n</tool_call>"
 Said = str | tuple[str, str]
+NO_ARGUMENTS = [
+    '{"name": "look"}',
+    '{"name": "look", "arguments": null}',
+    '{"name": "look", "parameters": null }',
+    '{"name": "look", "arguments": ""}',
+    '{"name": "look", "arguments": " \\n"}',
+    '{"name": "look", "arguments": "null"}',
+    '{"name": "look", "arguments": {}}',
+    '{"name": "look", "arguments": "{}"}',
+    '{"arguments": null, "name": "look"}',
+    '{"arguments": "", "name": "look"}',
+    '{"id": "c1", "type": "function", "function": {"name": "look"}}',
+    '{"type": "function", "function": {"name": "look", "arguments": null}}',
+    '{"type": "function", "function": {"name": "look", "arguments": ""}}',
+    '{"function": "look"}',
+]
 TEXTS: dict[str, list[Said]] = {
     BLOCK: [CALL],
     f"Let me see.\n{BLOCK}": ["Let me see.\n", CALL],
@@ -46,6 +63,9 @@ TEXTS: dict[str, list[Said]] = {
     '<tool_call>{"name": "look", "arguments": {"at": "a </tool_call> in words"}}</tool_call>': [
         ("look", '{"at": "a </tool_call> in words"}')
     ],
+    **{spelt: [("look", "{}")] for spelt in NO_ARGUMENTS},
+    **{f"<tool_call>\n{spelt}\n</tool_call>": [("look", "{}")] for spelt in NO_ARGUMENTS},
+    **{f"[{spelt}, {OBJECT}]": [("look", "{}"), CALL] for spelt in NO_ARGUMENTS},
     # No calls:
     "Hello": ["Hello"],
     "  Hello <tool": ["  Hello <tool"],
@@ -57,7 +77,14 @@ TEXTS: dict[str, list[Said]] = {
     '<tool_call>{"name": "look", "arguments": [1]}</tool_call>': [
         '<tool_call>{"name": "look", "arguments": [1]}</tool_call>'
     ],
-    '{"name": "look"} is all': ['{"name": "look"} is all'],
+    '{"name": "look", "at": "sea"} is all': ['{"name": "look", "at": "sea"} is all'],
+    '{"name": "look", "arguments": nul} is all': ['{"name": "look", "arguments": nul} is all'],
+    '{"name": "look", "arguments": nulls} is all': ['{"name": "look", "arguments": nulls} is all'],
+    '{"name": "look", "arguments": 7} is all': ['{"name": "look", "arguments": 7} is all'],
+    '{"name": "look", "arguments": "nil"} is all': ['{"name": "look", "arguments": "nil"} is all'],
+    '{"name": "look", "arguments": "nul"} is all': ['{"name": "look", "arguments": "nul"} is all'],
+    '{"name": "look"': ['{"name": "look"'],
+    '{"arguments": {}} is all': ['{"arguments": {}} is all'],
     '{"name": "look", "arguments": "at the sea"}': ['{"name": "look", "arguments": "at the sea"}'],
     f"see <tool_call>x {BLOCK}": ["see <tool_call>x ", CALL],
     f'{{"a": {BLOCK}': ['{"a": ', CALL],
@@ -304,3 +331,55 @@ def test_a_template_without_tools_is_told_of_them() -> None:
 def test_two_grammars_at_once_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="grammar"):
         SamplingParams(json_schema={}, grammar="start: /a/")
+
+
+def shown(messages: list[Any], tools: list[Tool] | None = None) -> str:
+    """What a template without tools makes of a conversation."""
+    codec = ByteTokenizer()
+    return codec.decode([token for token in chat_tokens(codec, Chat(messages, tools or [tool()])) if token < 256])
+
+
+def test_results_stand_in_the_order_of_their_calls_and_are_named() -> None:
+    calls = [ToolCall(id=f"c{i}", function=FunctionCall(name=name)) for i, name in enumerate(("look", "hear", "smell"))]
+    results = [ChatMessage(role="tool", tool_call_id=f"c{i}", content=f"result {i}") for i in (2, 0, 1)]
+    again = [ChatMessage(role="user", content="more"), ChatMessage(role="tool", tool_call_id="c0", content="stray")]
+    text = shown([ChatMessage(role="assistant", tool_calls=calls), *results, *again])
+    places = [text.index(f"{name}: result {i}") for i, name in enumerate(("look", "hear", "smell"))]
+    assert places == sorted(places)
+    assert "<tool_response>\nstray" in text
+
+
+def test_results_by_the_hundred_are_put_in_order() -> None:
+    calls = [ToolCall(id=f"c{i}", function=FunctionCall(name="look")) for i in range(500)]
+    results = [ChatMessage(role="tool", tool_call_id=f"c{i}", content=str(i)) for i in reversed(range(500))]
+    text = shown([ChatMessage(role="assistant", tool_calls=calls), *results])
+    assert text.index("look: 7\n") < text.index("look: 499\n")
+
+
+@pytest.mark.parametrize("arguments", [None, "", "  \n", "null", "{}"])
+def test_no_arguments_in_any_spelling_are_an_empty_object(arguments: str | None) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    absent = {"id": "c", "function": {"name": "look"}}
+    for spelt in [call, *([absent] if arguments is None else [])]:
+        messages = [ChatMessage(role="assistant", tool_calls=[ToolCall.model_validate(spelt)])]
+        written = re.findall(r"<tool_call>\n(.*)\n</tool_call>", shown(messages))[-1]
+        assert json.loads(written) == {"name": "look", "arguments": {}}
+
+
+def test_malformed_arguments_of_history_leave_valid_json_around_them() -> None:
+    for arguments in ('{"at": ', "[" * 100_000):
+        call = ToolCall(id="c", function=FunctionCall(name="look", arguments=arguments))
+        text = shown([ChatMessage(role="assistant", tool_calls=[call])])
+        written = text.rsplit("<tool_call>\n", 1)[1].split("\n</tool_call>")[0]
+        assert json.loads(written) == {"name": "look", "arguments": arguments}
+
+
+def test_what_is_not_ascii_reaches_the_prompt_as_itself() -> None:
+    words = "Dej mi počasí v městě 北京 😀"
+    parameters = {"type": "object", "properties": {"město": {"type": "string", "description": words}}}
+    told = Tool(type="function", function=Function(name="look", description=words, parameters=parameters))
+    call = ToolCall(id="c", function=FunctionCall(name="look", arguments='{"město": "北京"}'))
+    text = shown([ChatMessage(role="user", content="x"), ChatMessage(role="assistant", tool_calls=[call])], [told])
+    assert text.count(words) == 2
+    assert '{"město": "北京"}' in text
+    assert "\\u" not in text

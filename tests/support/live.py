@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,12 @@ class Live:
         self.port = self._listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         started = threading.Event()
-        self.server = make_server(self.hub, self.config, self._listening, lambda port: started.set())
+
+        def ready(port: int) -> None:
+            self.loop = asyncio.get_running_loop()
+            started.set()
+
+        self.server = make_server(self.hub, self.config, self._listening, ready)
         self._thread = threading.Thread(target=self.server.run, name="server", daemon=True)
         self._thread.start()
         assert started.wait(30)

@@ -12,11 +12,12 @@ from gguf.constants import GGML_QUANT_SIZES
 from numpy.typing import NDArray
 
 from shoal.models.files import local_files
-from shoal.runners.native.runner import KvPrecision, NativeRunner, load_core
+from shoal.runners.native.core import load_core
+from shoal.runners.native.runner import KvPrecision, NativeRunner
 
 EMBD, FF, HEADS, KV_HEADS, DIM, VOCAB = 256, 256, 4, 2, 64, 130
 
-_SCALES_AT = {
+SCALES_AT = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
     "Q5_0": (0,),
@@ -25,6 +26,13 @@ _SCALES_AT = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+    "IQ2_XXS": (0,),
+    "IQ3_S": (0,),
 }
 _CODES = {
     "Q4_0": 4.6,
@@ -35,6 +43,13 @@ _CODES = {
     "Q4_K": 9.0 * 36,
     "Q5_K": 18.0 * 36,
     "Q6_K": 18.5 * 74,
+    "Q2_K": 1.1 * 8,
+    "Q3_K": 2.3 * 18,
+    "IQ4_NL": 70.0,
+    "IQ4_XS": 70.0 * 18,
+    "MXFP4": 6.0,
+    "IQ2_XXS": 25.0 * 2,
+    "IQ3_S": 9.0 * 16,
 }
 
 
@@ -43,18 +58,20 @@ def random_blocks(rng: np.random.Generator, kind: str, rows: int, columns: int) 
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     raw = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
     typical = 1.0 / math.sqrt(columns) / _CODES[kind]
-    for index, at in enumerate(_SCALES_AT[kind]):
+    for index, at in enumerate(SCALES_AT[kind]):
         scale = typical * rng.uniform(0.5, 1.5, raw.shape[:2])
         if index and kind in ("Q4_1", "Q5_1"):
             scale = -scale * (7.5 if kind == "Q4_1" else 15.5)
         elif index:
-            scale = scale * (7.5 if kind == "Q4_K" else 15.5)
+            scale = scale * {"Q4_K": 7.5, "Q2_K": 1.5}.get(kind, 15.5)
         raw[..., at : at + 2] = scale.astype(np.float16)[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        raw[..., 0] = 128 + round(math.log2(typical)) + rng.integers(0, 2, raw.shape[:2])
     return raw.reshape(rows, -1)
 
 
-def write_blocks(path: Path, kind: str, *, layers: int = 2, bad_token: int | None = None) -> Path:
-    """A llama whose matrices are of type `kind`. The embedding of `bad_token` has infinite scales."""
+def write_blocks(path: Path, kind: str, *, layers: int = 2, bad_token: int | None = None, zero: str = "") -> Path:
+    """A llama with matrices of type `kind`. The embedding of `bad_token` has infinite scales, tensor `zero` is zero."""
     rng = np.random.default_rng(5)
     writer = GGUFWriter(str(path), "llama")
     writer.add_context_length(512)
@@ -68,8 +85,10 @@ def write_blocks(path: Path, kind: str, *, layers: int = 2, bad_token: int | Non
 
     def matrix(name: str, rows: int, columns: int) -> None:
         raw = random_blocks(rng, kind, rows, columns)
+        if name == zero:
+            raw[:] = 0
         if name == "token_embd.weight" and bad_token is not None:
-            at = _SCALES_AT[kind][0]
+            at = SCALES_AT[kind][0]
             raw[bad_token, at : at + 2] = np.array([np.inf], np.float16).view(np.uint8)
         writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[kind])
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from shoal import __version__
-from shoal.agents.swarm import SPECIALISTS, State, Swarm
+from shoal.agents.cards import CardState
+from shoal.agents.swarm import SPECIALISTS, Swarm
 from shoal.cli import options
 from shoal.cli.console import describe, human_bytes, printable
 from shoal.cli.main import app
@@ -217,13 +218,13 @@ def test_the_grid_fits_the_screen_and_ends_in_full() -> None:
     words = " ".join(f"word{n}" for n in range(80))
     with Grid(console, "Why?", "toy", work) as grid:
         for card in work.cards:
-            card.text, card.tokens, card.state = words, 160, State.DECODING
+            card.text, card.tokens, card.state = words, 160, CardState.DECODING
         grid.show([])
         frame = out.getvalue().rpartition("╭─ Key facts")[2]
         assert frame.count("\n") <= 30
         assert "word79" in frame
         assert "word0 " not in frame
-        work.cards[0].state = State.DONE
+        work.cards[0].state = CardState.DONE
         grid.end()
     end = out.getvalue().rpartition("╭─ Key facts")[2]
     assert end.count("word0 ") == end.count("word79") == len(SPECIALISTS)

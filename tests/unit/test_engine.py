@@ -138,6 +138,40 @@ def test_a_full_queue_is_refused_with_a_hint() -> None:
         assert engine.submit(Request(prompt="x", sampling=SHORT)).result(10).finish_reason is FinishReason.LENGTH
 
 
+def test_the_queue_counts_tokens_too() -> None:
+    with toy_engine(FakeRunner(step_s=0.01, num_blocks=8), max_batch=1, max_queue_tokens=300) as engine:  # KV of 256
+        handles = [engine.submit(Request(prompt="x" * 200, sampling=LONG)) for _ in range(2)]
+        with pytest.raises(QueueFullError, match="144 prompt tokens") as caught:
+            engine.submit(Request(prompt="x" * 200, sampling=LONG))
+        assert (caught.value.param, caught.value.limit) == ("max_queue_tokens", 300)
+        handles.append(engine.submit(Request(prompt="x" * 100, sampling=LONG)))
+        for handle in handles:
+            handle.abort()
+        assert {h.result(10).finish_reason for h in handles} == {FinishReason.ABORTED}
+        assert engine.submit(Request(prompt="x" * 250, sampling=SHORT)).result(10).finish_reason is FinishReason.LENGTH
+    with toy_engine(max_queue_tokens=0) as engine:  # one that fits is taken whatever its length
+        assert engine.run([Request(prompt="x" * 250, sampling=SHORT)]).results[0].error is None
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised_whole() -> None:
+    class Counting(ByteTokenizer):
+        seen = 0
+
+        def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+            self.seen += len(text)
+            return super().encode(text, add_special=add_special)
+
+    codec = Counting()
+    with Engine(lambda: FakeRunner(context_length=1000), codec, EngineConfig()) as engine:
+        for request in (
+            Request(prompt="x" * 8_000_000),
+            Request(messages=[{"role": "user", "content": "x" * 5000}, {"role": "user", "content": "y" * 8_000_000}]),
+        ):
+            with pytest.raises(PromptTooLongError, match="the prompt has over"):
+                engine.submit(request)
+        assert codec.seen < 200_000
+
+
 def test_arrivals_are_replayed() -> None:
     with toy_engine(FakeRunner(step_s=0.002)) as engine:
         late = Request(prompt="b", id="late", sampling=SHORT, arrival_s=0.15)
@@ -413,7 +447,7 @@ def test_state_goes_on_in_another_engine(tmp_path: Path) -> None:
         engine.suspend()
         engine.save(tmp_path / "state")
         engine.save(tmp_path / "state")
-    assert len(list((tmp_path / "state").iterdir())) == 2
+    assert len(list((tmp_path / "state").iterdir())) == 1
     from shoal.engine.state import restore
 
     with toy_engine() as engine:
@@ -436,7 +470,7 @@ def test_broken_state_is_refused_by_name(tmp_path: Path) -> None:
             engine.save(tmp_path / "file" / "s")
     with Engine(lambda: FakeRunner(vocab_size=300), ByteTokenizer()) as other, pytest.raises(UnsupportedModelError):
         restore(other, tmp_path / "s")
-    (tmp_path / "s" / "state.json").write_text("{")
+    (tmp_path / "s" / "state.safetensors").write_text("{")
     with toy_engine() as engine, pytest.raises(ModelFormatError, match="broken"):
         restore(engine, tmp_path / "s")
 

@@ -6,23 +6,28 @@ import math
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
 
 from shoal.config import EngineConfig
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, StoreError, UnsupportedModelError
+from shoal.models import families
+from shoal.models.decoder import Attention, Dense, Weight
 from shoal.models.files import local_files
 from shoal.models.gguf import GgufModel, GgufTensor, read_gguf
-from shoal.runners.native import describe, pack, runner
-from shoal.runners.native.backend import refuses
+from shoal.runners.native import backend, describe, pack, runner
+from shoal.runners.native.core import load_core
 from shoal.runners.native.runner import KvPrecision, NativeRunner, packed_path
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.registry import LocalModel, choose_runner
-from tests.support.native_tiny import isas, open_tiny, random_blocks, write_blocks
+from tests.support.native_tiny import isas, open_tiny, write_blocks
 from tests.support.tiny_gguf import write_tiny
 
 ISAS = isas()
@@ -52,37 +57,62 @@ def run(made: NativeRunner, *items: ScheduledSequence, **fields: Any) -> Any:
 # -- packing ---------------------------------------------------------------------------------------------------------
 
 
-def unpack(packed: Any, form: pack.Form, n: int, k: int) -> Any:
-    """The layout read by its drawing in kernels.h."""
-    out = np.empty((n, k))
-    scale = np.float32 if form.wide_scales else np.float16
-    code_bytes, parts = 32 * 16 * form.codes // 8, 32 // form.group
-    for row in range(n):
-        for g in range(k // 32):
-            at = packed[row // 32, g].tobytes()
-            half, lane = row % 32 // 16, row % 16
-            codes = at[half * code_bytes : (half + 1) * code_bytes]
-            scales = np.frombuffer(at[2 * code_bytes :], scale).reshape(-1, 32).astype(np.float64)
-            for i in range(32):
-                if form.codes == 4:
-                    byte = codes[i // 8 * 64 + lane * 4 + i % 4]
-                    code = byte & 15 if i % 8 < 4 else byte >> 4
-                else:
-                    code = codes[i // 4 * 64 + lane * 4 + i % 4]
-                offset = 0 if form.has_min else 2**form.offset_log2
-                minimum = scales[parts, row % 32] if form.has_min else 0.0
-                out[row, g * 32 + i] = scales[i // form.group, row % 32] * (code - offset) + minimum
-    return out
+def part_of(kind: str, shape: tuple[int, ...], data: Any) -> pack.Part:
+    return pack.Part("w", shape, Weight(GgufTensor("w", kind, shape, data), shape))
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def random_part(kind: str, shape: tuple[int, ...]) -> pack.Part:
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    data = np.random.default_rng(3).integers(0, 256, math.prod(shape) // block * size, dtype=np.uint8)
+    return part_of(kind, shape, data)
+
+
+@pytest.mark.parametrize("kind", sorted(pack.FORMS))
 def test_packing_keeps_every_weight(kind: str) -> None:
-    raw = random_blocks(np.random.default_rng(3), kind, 40, 256)
-    tensor = GgufTensor("w", kind, (40, 256), raw.reshape(-1))
-    packed = np.concatenate(list(pack.packed_slabs(tensor)))
-    assert packed.nbytes == 2 * pack.FORMS[kind].strip_bytes(256)
-    values = unpack(packed, pack.FORMS[kind], 40, 256)
-    np.testing.assert_allclose(values, tensor.dequantize(), rtol=1e-6, atol=1e-7)
+    """Random bits, so infinite and undefined scales too."""
+    part = random_part(kind, (40, 512))
+    entry, total = pack.entry_of(part, 0)
+    packed = pack.packed_bytes(part)
+    assert packed.nbytes == total
+    values = np.empty((40, 512), np.float32)
+    for row, out in enumerate(values):
+        load_core().unpack(asdict(entry), packed, row, out)
+    assert isinstance(part.weight, Weight)
+    assert np.array_equal(values, part.weight.tensor.dequantize(), equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [k for k in pack.FORMS if k != "Q3_K" and not k.startswith(("IQ1", "IQ2", "IQ3"))])
+def test_packed_weights_are_hardly_larger_than_their_source(kind: str) -> None:
+    part = random_part(kind, (64, 512))
+    assert pack.entry_of(part, 0)[1] <= 1.02 * part.encoded().nbytes
+
+
+def test_a_tensor_of_several_pieces_is_packed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("Q4_K", "IQ2_S"):
+        part = random_part(kind, (200, 256))
+        whole = pack.packed_bytes(part)
+        with monkeypatch.context() as patch:
+            patch.setattr(pack, "_PIECE", 10_000)
+            assert np.array_equal(pack.packed_bytes(part), whole)
+
+
+def test_the_extension_packs_nothing_beyond_its_arrays() -> None:
+    core = load_core()
+    part = part_of("Q4_0", (32, 64), np.zeros(32 * 36, np.uint8))
+    entry, size = pack.entry_of(part, 0)
+    raw, out, fields = part.encoded().reshape(-1), np.zeros(size, np.uint8), asdict(entry)
+    core.pack(fields, "Q4_0", raw, 0, 1, out)
+    for arguments in (
+        (fields, "Q4_1", raw, 0, 1, out),
+        (fields, "Q4_0", raw[:-1], 0, 1, out),
+        (fields, "Q4_0", raw, 0, 2, out),
+        (fields, "Q4_0", raw, 1, 1, out),
+        (fields, "Q4_0", raw, -1, 1, out),
+        (fields, "abacus", raw, 0, 1, out),
+        (fields | {"codes": 9}, "Q4_0", raw, 0, 1, out),
+    ):
+        with pytest.raises(core.FormatError):
+            core.pack(*arguments)
 
 
 def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +122,7 @@ def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: py
     assert not list(blocks.parent.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 100, b"shoalpk1" + (32).to_bytes(8, "little") + b"{}              "])
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 100, b"shoalpk2" + (64).to_bytes(8, "little") * 2 + b"{}".ljust(40)])
 def test_a_damaged_packed_file_is_made_again(tmp_path: Path, damage: bytes) -> None:
     path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
     open_tiny(path).close()
@@ -104,6 +134,24 @@ def test_a_damaged_packed_file_is_made_again(tmp_path: Path, damage: bytes) -> N
     packed.write_bytes(whole[:-64])
     open_tiny(path).close()
     assert packed.read_bytes() == whole
+    for at in (30, len(whole) // 2, len(whole) - 1):  # one bit of the header, or of the weights
+        packed.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        open_tiny(path).close()
+        assert packed.read_bytes() == whole
+
+
+def test_what_earlier_versions_and_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
+    packed = packed_path(local_files("tiny", path), tmp_path)
+    old = packed.with_name(packed.name.replace(f"native-{pack.LAYOUT_VERSION}", "native-3"))
+    stale, fresh = (packed.with_name(f"{packed.name}{name}.tmp") for name in ("stale", "fresh"))
+    for left in (old, stale, fresh):
+        left.write_text("")
+    os.utime(stale, (0, 0))
+    open_tiny(path).close()
+    assert not old.exists()
+    assert not stale.exists()
+    assert fresh.exists()
 
 
 def test_an_unwritable_cache_is_a_store_error(blocks: Path, tmp_path: Path) -> None:
@@ -120,18 +168,24 @@ def changed(model: GgufModel, **fields: Any) -> GgufModel:
     return GgufModel(**values | fields)
 
 
-def test_supports_says_why_not(blocks: Path) -> None:
-    model = read_gguf(blocks)
-    assert describe.supports(model) is None
-    assert "architecture" in str(describe.supports(changed(model, architecture="gemma")))
-    assert "head size" in str(describe.supports(changed(model, head_dim=80)))
-    tensors = dict(model.tensors)
-    tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="IQ4_XS")
-    assert "IQ4_XS" in str(describe.supports(changed(model, tensors=tensors)))
-    assert "unknown" in str(
-        describe.supports(changed(model, tensors={**model.tensors, "blk.0.odd": tensors["output_norm.weight"]}))
-    )
-    assert refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()) is None
+def test_refuses_says_why_not(blocks: Path) -> None:
+    gguf = read_gguf(blocks)
+    model = families.describe(gguf)
+    assert describe.refuses(model) is None
+    layer = model.layers[0]
+    assert isinstance(layer.mixer, Attention)
+    narrow = replace(layer, mixer=replace(layer.mixer, key_dim=80))
+    assert "head size 80" in str(describe.refuses(replace(model, layers=(narrow,))))
+    assert isinstance(layer.feed_forward, Dense)
+    exact = replace(layer, feed_forward=replace(layer.feed_forward, activation="gelu"))
+    assert "gelu" in str(describe.refuses(replace(model, layers=(exact,))))
+    assert "attention" in str(describe.refuses(replace(model, layers=(replace(layer, mixer=None),))))
+    tensors = dict(gguf.tensors)
+    tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="TQ1_0")
+    assert "TQ1_0" in str(describe.refuses(families.describe(changed(gguf, tensors=tensors))))
+    model_of = partial(LocalModel, local_files("m", blocks))
+    assert backend.refuses(model_of(gguf), EngineConfig()) is None
+    assert "abacus" in str(backend.refuses(model_of(changed(gguf, architecture="abacus")), EngineConfig()))
 
 
 def test_a_model_of_another_kind_is_left_to_another_runner(tmp_path: Path) -> None:
@@ -140,52 +194,53 @@ def test_a_model_of_another_kind_is_left_to_another_runner(tmp_path: Path) -> No
         open_tiny(path)
 
 
-@pytest.mark.parametrize("shape", [(4, 64), (256, 64), (128, 256)])
-def test_a_tensor_that_does_not_fit_the_metadata_is_refused(blocks: Path, shape: tuple[int, ...]) -> None:
-    model = read_gguf(blocks)
-    tensors = dict(model.tensors)
-    tensors["blk.1.ffn_up.weight"] = replace(tensors["blk.1.ffn_up.weight"], shape=shape)
-    with pytest.raises(ModelFormatError, match="wrong shape"):
-        describe.tensors_of(changed(model, tensors=tensors))
-    del tensors["blk.1.ffn_up.weight"]
-    with pytest.raises(ModelFormatError, match="missing"):
-        describe.tensors_of(changed(model, tensors=tensors))
-
-
 def test_a_type_without_a_kernel_is_refused() -> None:
-    tensor = GgufTensor("w", "IQ2_XS", (32, 256), np.zeros(1, np.uint8))
-    with pytest.raises(UnsupportedModelError, match="IQ2_XS"):
-        pack.entry_of(tensor, 0)
+    with pytest.raises(UnsupportedModelError, match="TQ1_0"):
+        pack.entry_of(part_of("TQ1_0", (32, 256), np.zeros(1, np.uint8)), 0)
+    with pytest.raises(UnsupportedModelError, match="Q4_K"):
+        pack.entry_of(part_of("Q4_K", (32, 288), np.zeros(1, np.uint8)), 0)
 
 
 def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
     made = open_tiny(blocks)
     made.close()
     path = packed_path(local_files("tiny", blocks), blocks.parent)
-    core = runner.load_core()
-    facts, entries = pack.read_header(path)
-    config = {k: v for k, v in facts.items() if k not in ("name", "architecture")} | {
-        "blocks": 4,
-        "threads": 1,
-        "kv_bits": 16,
-        "pin": False,
-        "isa": "auto",
-    }
-    core.Core(config, str(path), entries)
-    outside = [e | {"offset": 1 << 40} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
-    odd = [e | {"group": 7} if e["name"] == "blk.0.attn_k.weight" else e for e in entries]
-    for bad_config, bad_entries, reason in (
-        (config, outside, "outside"),
-        (config, odd, "no kernel"),
-        (config, entries[:-1], "missing"),
-        (config | {"embd": 128}, entries, "not"),
-        (config | {"heads": 3}, entries, "fit"),
-        (config | {"layers": -1}, entries, "range"),
-        (config | {"kv_bits": 4}, entries, "fit"),
-        (config | {"isa": "abacus"}, entries, "abacus"),
+    core = load_core()
+    facts, entries, start, pieces = pack.read_header(path)
+    facts["kv_bits"] = 16
+    settings = {"blocks": 4, "checkpoints": 0, "threads": 1, "pin": False, "isa": "auto"}
+    core.Core(facts, settings, str(path), start, entries, pieces)
+    k = "layers.0.mixer.k.weight"
+    outside = [e | {"offset": 1 << 40} if e["name"] == k else e for e in entries]
+    odd = [e | {"scales": 7} if e["name"] == k else e for e in entries]
+
+    def layer(**changes: Any) -> dict[str, Any]:
+        return facts | {"layers": [facts["layers"][0] | changes, *facts["layers"][1:]]}
+
+    for bad_facts, bad_settings, bad_entries, reason in (
+        (facts, settings, outside, "outside"),
+        (facts, settings, odd, "no kernel"),
+        (facts, settings, entries[:-1], "missing"),
+        (facts | {"embd": 128}, settings, entries, "not"),
+        (facts | {"embd": "many"}, settings, entries, "embd"),
+        (facts | {"layers": []}, settings, entries, "range"),
+        (facts | {"layers": [7]}, settings, entries, "layers"),
+        (facts | {"kv_bits": 4}, settings, entries, "fit"),
+        (facts | {"rotaries": [{"frequencies": [1.0] * 100, "factor": 1.0}]}, settings, entries, "pairs"),
+        (layer(heads=3), settings, entries, "range"),
+        (layer(heads=2**30), settings, entries, "range"),
+        (layer(dim=2**30), settings, entries, "fit"),
+        (layer(ff=2**31 - 32), settings, entries, "fit"),
+        (layer(rotary=5), settings, entries, "range"),
+        (layer(kv_layer=0), settings, entries, "not there"),
+        (layer(hops=1), settings, entries, "do not know"),
+        (layer(mixer=9), settings, entries, "unknown"),
+        (layer(feed=2), settings, entries, "mixture"),
+        (facts, settings | {"blocks": 0}, entries, "range"),
+        (facts, settings | {"isa": "abacus"}, entries, "abacus"),
     ):
         with pytest.raises(core.FormatError, match=reason):
-            core.Core(bad_config, str(path), bad_entries)
+            core.Core(bad_facts, bad_settings, str(path), start, bad_entries, pieces)
 
 
 def test_bad_settings_are_typed_errors(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +258,8 @@ def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pyt
     def missing() -> Any:
         raise BackendError("the native kernels are not built", hint="install a compiler")
 
-    monkeypatch.setattr(runner, "load_core", missing)
-    assert "not built" in str(refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()))
+    monkeypatch.setattr("shoal.runners.native.core.load_core", missing)
+    assert "not built" in str(backend.refuses(LocalModel.read(local_files("m", blocks)), EngineConfig()))
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -311,19 +366,9 @@ def test_what_is_not_finite_stays_in_its_sequence(blocks: Path, isa: str, kv: Kv
 
 def test_ties_go_to_the_lowest_token(tmp_path: Path) -> None:
     """With output weights all zero every logit is zero."""
-    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
-    made = open_tiny(path)
-    made.close()
-    packed = packed_path(local_files("tiny", path), tmp_path)
-    facts, entries = pack.read_header(packed)
-    (head,) = (e for e in entries if e["name"] == "output.weight")
-    raw = bytearray(packed.read_bytes())
-    size = math.ceil(head["n"] / 32) * pack.FORMS["Q8_0"].strip_bytes(head["k"])
-    raw[head["offset"] : head["offset"] + size] = bytes(size)
-    packed.write_bytes(raw)
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1, zero="output.weight")
     made = open_tiny(path, threads=3)
     assert made.execute(StepPlan(0, (item([5, 6], 0, (0,), Want.ARGMAX),))).argmax == {1: (0,)}
-    assert facts["vocab"] == 130
 
 
 def test_two_runners_in_one_process_do_not_meet(blocks: Path) -> None:

@@ -355,3 +355,19 @@ def test_requests_get_the_same_tokens_from_a_few_logits_as_from_all(poisoned: bo
         outcomes.append({name: (result.tokens, result.finish_reason) for name, result in sorted(results.items())})
     assert outcomes[0] == outcomes[1]
     assert (outcomes[0]["r1"][1] == "error") == poisoned
+
+
+def test_every_step_of_a_top_k_request_asks_for_a_few_logits_only() -> None:
+    """Each decode step's rows are counted: a set over all plans would be content with that of the prefill alone."""
+    runner = FakeRunner(keep_plans=True)
+    loop = StepLoop(runner, InputProcessor(runner.spec, None, 0), EngineConfig())
+    for seed, top_k in enumerate((7, 9)):
+        sampling = SamplingParams(max_tokens=6, temperature=0.8, top_k=top_k, seed=seed, ignore_eos=True)
+        request = Request(prompt_tokens=[5, 6, 7], sampling=sampling)
+        loop.add(f"r{seed}", loop.inputs.prepare(request), lambda event: None)
+    while not loop.idle:
+        loop.step()
+    assert runner.plans is not None
+    rows = [[(item.want, item.top) for item in plan.sequences] for plan in runner.plans]
+    assert len(rows) == 6
+    assert all(wanted == [(Want.TOP, 7), (Want.TOP, 9)] for wanted in rows)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from shoal.agents.cards import Card, CardState, Specialist
 from shoal.agents.swarm import (
     RULES,
     SPECIALISTS,
     SYNTHESIS,
-    Card,
-    State,
     Swarm,
     specialists,
     swarm_messages,
-    swarm_requests,
     synthesis_messages,
 )
 from shoal.config import EngineConfig
@@ -40,12 +39,18 @@ def plain() -> Iterator[Engine]:
         yield made
 
 
-def follow(swarm: Swarm, made: Engine) -> list[Card]:
-    ended = []
-    swarm.start(made)
-    while not swarm.finished:
-        ended += swarm.pump(timeout_s=1.0)
-    return ended
+def follow(swarm: Swarm, made: Engine, begun: Callable[[], object] = lambda: None) -> list[Card]:
+    """Run a swarm to its end; `begun` is called when it has begun."""
+
+    async def work() -> list[Card]:
+        ended = []
+        swarm.start(made)
+        begun()
+        while not swarm.finished:
+            ended += await swarm.pump(timeout_s=1.0)
+        return ended
+
+    return asyncio.run(work())
 
 
 def test_prompts_share_all_but_their_last_line() -> None:
@@ -56,13 +61,24 @@ def test_prompts_share_all_but_their_last_line() -> None:
     assert len({str(chat[1]["content"]) for chat in chats}) == len({s.name for s in SPECIALISTS}) == 8
 
 
-def test_each_agent_draws_from_a_seed_of_its_own() -> None:
-    requests = swarm_requests(QUESTION, SPECIALISTS, SAMPLING)
-    assert len({request.sampling.seed for request in requests}) == 8
-    again = swarm_requests(QUESTION, specialists(3), SAMPLING)
-    assert [r.sampling.seed for r in again] == [r.sampling.seed for r in requests[:3]]
-    unseeded = SamplingParams(max_tokens=4)
-    assert {request.sampling.seed for request in swarm_requests(QUESTION, SPECIALISTS, unseeded)} == {None}
+def test_what_the_graph_asks_is_what_is_said_here(plain: Engine) -> None:
+    """Braces in a question or a task are text like any other."""
+    team = [Specialist("A", "Say {question} or {task_1}."), Specialist("B", "Say {x}.")]
+    swarm = Swarm("Why {question} and {not}?", team, SAMPLING)
+    follow(swarm, plain)
+    for card in swarm.cards:
+        chat = swarm_messages("Why {question} and {not}?", card.specialist)
+        assert card.handle is not None
+        assert list(card.handle.prepared.tokens) == ByteTokenizer().encode_messages(chat)
+
+
+def test_each_agent_draws_from_a_seed_of_its_own(plain: Engine) -> None:
+    whole, part = Swarm(QUESTION, SPECIALISTS, SAMPLING), Swarm(QUESTION, specialists(3), SAMPLING)
+    for swarm in (whole, part):
+        follow(swarm, plain)
+    seeds = [card.result.seed for card in whole.cards if card.result is not None]
+    assert len(set(seeds)) == 8
+    assert [card.result.seed for card in part.cards if card.result is not None] == seeds[:3]
 
 
 @pytest.mark.parametrize("count", [0, 9, -1])
@@ -81,7 +97,7 @@ def test_every_agent_ends_once_and_the_summary_counts_them(plain: Engine) -> Non
     swarm = Swarm(QUESTION, SPECIALISTS, SAMPLING)
     ended = follow(swarm, plain)
     assert sorted(card.name for card in ended) == sorted(s.name for s in SPECIALISTS)
-    assert {card.state for card in swarm.cards} == {State.DONE}
+    assert {card.state for card in swarm.cards} == {CardState.DONE}
     for card in swarm.cards:
         assert card.result is not None
         assert (card.text, card.tokens) == (card.result.text, len(card.result.tokens))
@@ -114,30 +130,34 @@ def test_serial_gives_the_same_texts_one_after_another(plain: Engine) -> None:
 
 @pytest.mark.parametrize("serial", [False, True])
 def test_abort_ends_all_and_keeps_what_there_is(serial: bool) -> None:
-    with engine(step_s=0.005) as made:
-        swarm = Swarm(QUESTION, SPECIALISTS, SamplingParams(max_tokens=2000, ignore_eos=True), serial=serial)
+    async def work(made: Engine) -> None:
         swarm.start(made)
         while swarm.cards[0].tokens < 3:
-            swarm.pump(timeout_s=0.02)
-        assert swarm.cards[0].state is State.DECODING
-        assert swarm.cards[-1].state is (State.QUEUED if serial else State.DECODING)
+            await swarm.pump(timeout_s=0.02)
+        assert swarm.cards[0].state is CardState.DECODING
+        assert swarm.cards[-1].state is (CardState.QUEUED if serial else CardState.DECODING)
         swarm.abort()
         while not swarm.finished:
-            swarm.pump(timeout_s=1.0)
-        assert {card.state for card in swarm.cards} == {State.ABORTED}
+            await swarm.pump(timeout_s=1.0)
+
+    with engine(step_s=0.005) as made:
+        swarm = Swarm(QUESTION, SPECIALISTS, SamplingParams(max_tokens=2000, ignore_eos=True), serial=serial)
+        asyncio.run(work(made))
+        assert {card.state for card in swarm.cards} == {CardState.ABORTED}
         assert swarm.cards[0].text
+        assert swarm.cards[0].result is not None
         assert made.stats().running == made.stats().waiting == 0
 
 
 def test_a_failed_pass_fails_its_agents() -> None:
     def fault(plan: StepPlan) -> None:
-        if plan.step == 6:
+        if len(plan.sequences) == 2:
             raise RunnerError("the device is gone")
 
     with engine(fault=fault) as made:
         swarm = Swarm(QUESTION, specialists(2), SAMPLING)
         follow(swarm, made)
-        assert {card.state for card in swarm.cards} == {State.FAILED}
+        assert {card.state for card in swarm.cards} == {CardState.FAILED}
         assert [str(error) for error in swarm.failures()] == ["the device is gone"] * 2
 
 
@@ -145,7 +165,7 @@ def test_a_question_that_does_not_fit_leaves_nothing_running() -> None:
     with engine(context_length=256) as made:
         swarm = Swarm("why " * 100, SPECIALISTS, SAMPLING)
         with pytest.raises(PromptTooLongError):
-            swarm.start(made)
+            follow(swarm, made)
         assert swarm.finished
         assert made.stats().running == made.stats().waiting == 0
 
@@ -169,24 +189,16 @@ def test_the_synthesis_reads_what_the_others_wrote_and_begins_as_they_do(plain: 
 def test_one_agent_is_aborted_and_the_synthesis_does_without() -> None:
     with engine(step_s=0.002) as made:
         swarm = Swarm(QUESTION, specialists(3), SAMPLING, serial=True, synthesis=SYNTHESIS)
-        swarm.start(made)
-        swarm.abort(swarm.cards[2])
-        assert swarm.cards[2].state is State.ABORTED
-        while not swarm.finished:
-            swarm.pump(timeout_s=1.0)
+        follow(swarm, made, lambda: swarm.abort(swarm.cards[2]))
         states = [card.state for card in swarm.everyone]
-        assert states == [State.DONE, State.DONE, State.ABORTED, State.DONE]
+        assert states == [CardState.DONE, CardState.DONE, CardState.ABORTED, CardState.DONE]
 
 
 def test_a_synthesis_of_nothing_does_not_begin() -> None:
     with engine(step_s=0.002) as made:
         swarm = Swarm(QUESTION, specialists(2), SAMPLING, synthesis=SYNTHESIS)
-        swarm.start(made)
-        for card in swarm.cards:
-            swarm.abort(card)
-        while not swarm.finished:
-            swarm.pump(timeout_s=1.0)
-        assert {card.state for card in swarm.everyone} == {State.ABORTED}
+        follow(swarm, made, lambda: list(map(swarm.abort, swarm.cards)))
+        assert {card.state for card in swarm.everyone} == {CardState.ABORTED}
 
 
 def test_agents_that_share_nothing_write_the_same(plain: Engine) -> None:
@@ -195,3 +207,18 @@ def test_agents_that_share_nothing_write_the_same(plain: Engine) -> None:
     follow(alone, plain)
     assert [card.text for card in alone.cards] == [card.text for card in shared.cards]
     assert alone.summary().cached_tokens == 0
+
+
+def test_two_greedy_agents_with_one_task_cost_one(plain: Engine) -> None:
+    team = [Specialist("A", "Say it."), Specialist("B", "Say it.")]
+    swarm = Swarm(QUESTION, team, SamplingParams(max_tokens=9, ignore_eos=True))
+    assert len(follow(swarm, plain)) == 2
+    assert swarm.cards[0].text == swarm.cards[1].text != ""
+    assert {card.state for card in swarm.cards} == {CardState.DONE}
+    assert swarm.summary().tokens == 9
+
+
+def test_a_swarm_that_ended_leaves_nothing_on_the_engine(plain: Engine) -> None:
+    for _ in range(4):
+        follow(Swarm(QUESTION, specialists(2), SAMPLING), plain)
+    assert len(plain._loop.step_starters) <= 1  # the last one's leaves with the next step

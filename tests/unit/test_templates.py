@@ -148,6 +148,7 @@ GROW = "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(60) %}"
         "{{ 9**9**9 }}",
         "{{ '%1000000000d' % 1 }}",
         "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '%1000000000d' | format(1) }}",
         "{{ lipsum(n=100000) }}",
         GROW + "{% set n.x = n.x ~ n.x %}{% endfor %}",
         GROW + "{% set n.x = n.x + n.x %}{% endfor %}",
@@ -155,7 +156,7 @@ GROW = "{% set n = namespace(x='aaaaaaaaaa') %}{% for i in range(60) %}"
     ],
 )
 def test_a_hostile_template_is_contained(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(template_module, "MAX_STEPS", 5_000)
     began = time.perf_counter()
     with pytest.raises(InvalidRequestError):
         ChatTemplate(source).render([{"role": "user", "content": parts("hi")}])

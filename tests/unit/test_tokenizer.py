@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from shoal.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from shoal.models import Store, load_model_files, load_tokenizer
-from shoal.models.gguf import GgufModel
+from shoal.models.gguf import Value
 from shoal.models.pretokenize import pre_tokenizer
-from shoal.models.tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_gguf
+from shoal.models.tokenizer import Tokenizer
+from shoal.models.tokenizer_json import tokenizer_from_directory
+from shoal.models.vocabulary import tokenizer_from_metadata
 
 # Ids by llama.cpp (llama-cpp-python 0.3.36) on the default model, special tokens parsed.
 GOLDEN = [
@@ -89,8 +90,8 @@ def default() -> Tokenizer:
     return load_tokenizer(load_model_files("smollm2-135m", pull=False))
 
 
-def gguf(**changes: Any) -> GgufModel:
-    """A model with the byte alphabet, a merge, and a token of each type; `changes` are to tokenizer.ggml.*"""
+def gguf(**changes: Any) -> dict[str, Value]:
+    """Metadata with the byte alphabet, a merge, and a token of each type; `changes` are to tokenizer.ggml.*"""
     tokens = (*BYTES, "ab", "<s>", "</s>", "<|im_end|>", "<tool>", "unused", "")
     types = [1] * (len(BYTES) + 1) + [3, 3, 1, 4, 5, 1]
     values: dict[str, Any] = {
@@ -102,27 +103,11 @@ def gguf(**changes: Any) -> GgufModel:
         "bos_token_id": tokens.index("<s>"),
         "eos_token_id": tokens.index("</s>"),
     }
-    metadata = {f"tokenizer.ggml.{k}": v for k, v in (values | changes).items() if v is not None}
-    return GgufModel(
-        path=Path("toy.gguf"),
-        architecture="llama",
-        name="toy",
-        n_layers=1,
-        n_heads=1,
-        n_kv_heads=1,
-        head_dim=8,
-        n_embd=8,
-        n_ff=8,
-        vocab_size=len(tokens),
-        context_length=8,
-        rope_theta=1e4,
-        rope_dim=8,
-        rope_scaling=None,
-        rms_eps=1e-5,
-        tied_embeddings=True,
-        metadata=MappingProxyType(metadata),
-        tensors=MappingProxyType({}),
-    )
+    return {f"tokenizer.ggml.{k}": v for k, v in (values | changes).items() if v is not None}
+
+
+def from_gguf(metadata: dict[str, Value]) -> Tokenizer:
+    return tokenizer_from_metadata(metadata, Path("toy.gguf"))
 
 
 @pytest.mark.parametrize(("text", "ids"), GOLDEN)
@@ -187,7 +172,7 @@ def test_threads_do_not_share_the_special_switch(default: Tokenizer) -> None:
 
 
 def test_token_types_of_gguf() -> None:
-    tokenizer = tokenizer_from_gguf(gguf())
+    tokenizer = from_gguf(gguf())
     at = {name: tokenizer.token_id(name) for name in ("ab", "<s>", "</s>", "<|im_end|>", "<tool>", "unused")}
     assert None not in at.values()
     ids = tokenizer.encode("ab<tool></s><|im_end|>", add_special=True)
@@ -201,21 +186,21 @@ def test_token_types_of_gguf() -> None:
 
 
 def test_beginning_token_once() -> None:
-    tokenizer = tokenizer_from_gguf(gguf(add_bos_token=True, add_eos_token=True))
+    tokenizer = from_gguf(gguf(add_bos_token=True, add_eos_token=True))
     bos, eos = tokenizer.bos_id, tokenizer.token_id("</s>")
     assert tokenizer.encode("", add_special=True) == [bos, eos]
     assert tokenizer.encode_chat("<s>ab")[:2] == [bos, tokenizer.token_id("ab")]
     assert tokenizer.encode_chat("ab")[:2] == [bos, tokenizer.token_id("ab")]
-    assert tokenizer_from_gguf(gguf(pre="llama3")).add_bos
-    assert not tokenizer_from_gguf(gguf(pre="llama3", add_bos_token=False)).add_bos
-    assert tokenizer_from_gguf(gguf(bos_token_id=10**6)).bos_id is None
+    assert from_gguf(gguf(pre="llama3")).add_bos
+    assert not from_gguf(gguf(pre="llama3", add_bos_token=False)).add_bos
+    assert from_gguf(gguf(bos_token_id=10**6)).bos_id is None
 
 
 def test_text_that_equals_html_is_not_an_end() -> None:
-    types = gguf().metadata["tokenizer.ggml.token_type"]
+    types = gguf()["tokenizer.ggml.token_type"]
     assert isinstance(types, np.ndarray)
     plain = np.where(types == 3, 1, types)
-    tokenizer = tokenizer_from_gguf(gguf(token_type=plain, eos_token_id=None))
+    tokenizer = from_gguf(gguf(token_type=plain, eos_token_id=None))
     assert tokenizer.eos_ids == {tokenizer.token_id("<|im_end|>")}
 
 
@@ -238,7 +223,7 @@ def test_pieces_of_each_pre_tokenizer(name: str, pieces: list[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"model": "llama"}, UnsupportedModelError, "tokenizer model 'llama'"),
+        ({"model": "rwkv"}, UnsupportedModelError, "tokenizer model 'rwkv'"),
         ({"pre": "brand-new"}, UnsupportedModelError, "'brand-new'"),
         ({"pre": 7}, UnsupportedModelError, "7"),
         ({"tokens": None}, ModelFormatError, "tokenizer.ggml.tokens"),
@@ -252,7 +237,7 @@ def test_pieces_of_each_pre_tokenizer(name: str, pieces: list[str]) -> None:
 )
 def test_a_bad_vocabulary_is_refused(change: dict[str, Any], error: type[ModelError], says: str) -> None:
     with pytest.raises(error, match=says) as caught:
-        tokenizer_from_gguf(gguf(**change))
+        from_gguf(gguf(**change))
     assert caught.value.hint
 
 

@@ -1,43 +1,42 @@
-"""A swarm: one question, up to eight specialists, one batch.
+"""A swarm: one question, up to eight specialists, one batch; and a card for each, for whoever shows them.
 
 The prompts of a swarm share everything but their last line, so the prefix tree computes rules and question once and
-each agent adds a dozen tokens of its own. `Swarm` runs the agents and keeps a card for each, for whoever shows them.
+each agent adds a dozen tokens of its own. The agents are a `Graph` of siblings and, if wanted, a synthesis.
 
     swarm = Swarm("Should we move?", specialists(8), SamplingParams(max_tokens=96, seed=1))
     swarm.start(engine)
     while not swarm.finished:
-        for card in swarm.pump(timeout_s=0.1):
+        for card in await swarm.pump(timeout_s=0.1):
             print(card.name, card.text)
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
-import queue
 import secrets
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shoal.agents.build.agent import Agent
+from shoal.agents.build.graph import Graph
+from shoal.agents.build.policy import skip
+from shoal.agents.cards import Card, CardState, Specialist, Summary
+from shoal.agents.run.engines import leaving
+from shoal.agents.run.events import EventKind, Outcome
+from shoal.agents.run.events import State as NodeState
+from shoal.engine.aio import AsyncEngine
 from shoal.errors import InvalidRequestError, ShoalError
-from shoal.sampling.sampler import derive_seed
-from shoal.types import Event, FinishReason, Message, Namespace, Request, Result, SamplingParams
+from shoal.types import Event, Message, Namespace, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from shoal.agents.build.node import Node
+    from shoal.agents.run.run import Run
     from shoal.engine.engine import Engine
-    from shoal.engine.handles import Handle
-
-
-@dataclass(frozen=True, slots=True)
-class Specialist:
-    """One point of view: the name on its card, and the line that asks for it at the end of the prompt."""
-
-    name: str
-    task: str
+    from shoal.engine.handles import Expectation, Handle
 
 
 # A small model keeps to a number of sentences better than to one of words, and follows orders, not characters.
@@ -84,130 +83,25 @@ def swarm_messages(question: str, specialist: Specialist) -> list[Message]:
     return [{"role": "system", "content": RULES}, {"role": "user", "content": f"{question}\n\n{specialist.task}"}]
 
 
+def notes_text(notes: Sequence[tuple[str, str]]) -> str:
+    """What several wrote, pairs of a name and a text, as one who reads it is given it."""
+    return "\n\n".join(["Notes:", *(f"{name}: {text.strip()}" for name, text in notes)])
+
+
 def synthesis_messages(question: str, reader: Specialist, notes: Sequence[tuple[str, str]]) -> list[Message]:
     """The chat for the one who joins `notes`, pairs of a name and a text. It begins as the agents' chats do."""
-    told = "\n\n".join(f"{name}: {text.strip()}" for name, text in notes)
-    content = f"{question}\n\nNotes:\n\n{told}\n\n{reader.task}"
+    content = f"{question}\n\n{notes_text(notes)}\n\n{reader.task}"
     return [{"role": "system", "content": RULES}, {"role": "user", "content": content}]
 
 
-def swarm_requests(
-    question: str,
-    team: Sequence[Specialist],
-    sampling: SamplingParams,
-    *,
-    sharing: bool = True,
-    deadline_s: float | None = None,
-) -> list[Request]:
-    """One request per specialist, each with a seed of its own drawn from `sampling.seed`, and with that deadline.
-
-    Without `sharing` each is in a namespace that nobody else has, so that no prefix is found or left.
-    Raises `InvalidRequestError` for a question without text.
-    """
-    question = question.strip()
-    if not question:
-        raise InvalidRequestError("the question is empty", param="question", value=question, hint="ask something")
-    requests = []
-    for number, specialist in enumerate(team):
-        seed = None if sampling.seed is None else derive_seed(sampling.seed, number)
-        own = dataclasses.replace(sampling, seed=seed)
-        space = Namespace() if sharing else _alone()
-        chat = swarm_messages(question, specialist)
-        requests.append(Request(messages=chat, sampling=own, group="swarm", namespace=space, deadline_s=deadline_s))
-    return requests
-
-
-def _alone() -> Namespace:
-    return Namespace(task=f"alone-{secrets.token_hex(8)}")
-
-
-class State(StrEnum):
-    """Where an agent stands."""
-
-    QUEUED = "queued"
-    PREFILL = "prefill"
-    DECODING = "decoding"
-    DONE = "done"
-    FAILED = "failed"
-    ABORTED = "aborted"
-
-
-_ENDS = {FinishReason.STOP: State.DONE, FinishReason.LENGTH: State.DONE, FinishReason.ABORTED: State.ABORTED}
-
-
-@dataclass(slots=True, eq=False)
-class Card:
-    """What one agent has written so far and where it stands. Changed by its swarm only, on the thread that pumps.
-
-    `text` is the joined text of the events taken so far, `result` is set with the last one.
-    """
-
-    specialist: Specialist
-    text: str = ""
-    tokens: int = 0
-    state: State = State.QUEUED
-    first_token_at: float | None = None
-    result: Result | None = None
-    handle: Handle | None = field(default=None, repr=False)
-
-    @property
-    def name(self) -> str:
-        """The specialist's name."""
-        return self.specialist.name
-
-    @property
-    def finished(self) -> bool:
-        """True when nothing more will come."""
-        return self.state in (State.DONE, State.FAILED, State.ABORTED)
-
-    def tokens_per_s(self, now: float) -> float:
-        """Tokens per second since the first one; 0 while there are fewer than two."""
-        if self.tokens < 2 or self.first_token_at is None:
-            return 0.0
-        result = self.result
-        exact = result is not None and result.ttft_s is not None
-        span = result.latency_s - result.ttft_s if exact else now - self.first_token_at  # type: ignore[union-attr,operator]
-        return (self.tokens - 1) / span if span > 0 else 0.0
-
-    def take(self, event: Event, now: float) -> None:
-        """Add what an event brings."""
-        if event.tokens and self.first_token_at is None:
-            self.first_token_at = now
-        self.text += event.text
-        self.tokens += len(event.tokens)
-        if event.result is not None:
-            self.result = event.result
-            self.state = _ENDS.get(event.result.finish_reason, State.FAILED)
-
-    def look(self) -> None:
-        """Ask the engine where the request stands. It may have moved on by the time this returns."""
-        if self.handle is not None and not self.finished and self.handle.state != "finished":
-            self.state = State(self.handle.state)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A swarm in numbers. `prefix_tokens`: tokens with which all prompts begin; `cached_tokens`: prompt tokens that
-    were taken from the prefix tree instead of computed, all agents together."""
-
-    tokens: int
-    wall_s: float
-    prefix_tokens: int
-    cached_tokens: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all agents over the wall time, prefill included."""
-        return self.tokens / self.wall_s if self.wall_s > 0 else 0.0
-
-
 class Swarm:
-    """One question and its agents: submits them, keeps their cards, ends them.
+    """One question and its agents: builds their graph, runs it, keeps their cards, ends them.
 
-    Invariant: a submitted agent is pumped to its one last event, also after `abort` or when another was refused. All
-    methods belong to one thread; the engine's thread only leaves events here. With `serial` each agent is submitted
-    when the one before has ended, everything else being equal. With a `synthesis` one more agent reads what the
-    others wrote, once they have ended; its card is not among `cards`.
+    Invariant: a submitted agent is followed to its one last event, also after `abort` or when another was refused. All
+    methods belong to one event loop. With `serial` each agent is submitted when the one before has ended, everything
+    else being equal. With a `synthesis` one more agent reads what the others wrote, once they have ended; its card is
+    not among `cards`. Without `sharing` each agent is in a namespace that nobody else has, so that no prefix is found
+    or left. `deadline_s` is that of each agent, from when it is submitted.
     """
 
     def __init__(
@@ -223,26 +117,33 @@ class Swarm:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises `InvalidRequestError` for a question without text."""
-        self._requests = swarm_requests(question, team, sampling, sharing=sharing, deadline_s=deadline_s)
+        self._question = question.strip()
+        if not self._question:
+            raise InvalidRequestError("the question is empty", param="question", value=question, hint="ask something")
         self.cards = [Card(specialist) for specialist in team]
         self.synthesis = Card(synthesis) if synthesis is not None else None
-        self._question = question.strip()
-        self._sharing = sharing
-        self._coming = list(reversed(list(zip(self.cards, self._requests, strict=True))))
-        self._serial = serial
+        self.graph = Graph(RULES, name="swarm")
+        self.serial, self.sharing, self.deadline_s = serial, sharing, deadline_s
+        self._sampling = sampling
         self._clock = clock
-        self._engine: Engine | None = None
-        self._running: dict[str, Card] = {}
-        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._news = threading.Event()
-        self._streaming = False
-        self._joining = False  # the agents have ended, the synthesis has begun
+        self._card_of: dict[str, Card] = {}  # by the id of its node
+        self._node_of: dict[Card, Node] = {}
+        for number, card in enumerate(self.cards):
+            self._enter(card, self.graph.add(self._agent(f"agent-{number}", f"{{task_{number}}}")))
+        if self.synthesis is not None:
+            self._join = self.graph.call(self._synthesise, after=list(self._node_of.values()), name="join")
+        self._run: Run | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._ended_cards: list[Card] = []
+        self._refusal: ShoalError | None = None
+        self._concluded = False
         self._began = self._ended = 0.0
 
     @property
     def finished(self) -> bool:
-        """True when every agent has ended, the one of the synthesis too."""
-        return all(card.finished for card in self.everyone)
+        """True when every agent has ended, the one of the synthesis too, and `pump` has said so."""
+        return self._concluded
 
     @property
     def everyone(self) -> list[Card]:
@@ -250,48 +151,39 @@ class Swarm:
         return [*self.cards, self.synthesis] if self.synthesis is not None else self.cards
 
     def start(self, engine: Engine) -> None:
-        """Submit the agents (with `serial`, the first). Raises as `Engine.submit`, then none is left running."""
-        self._engine = engine
+        """Begin, on the running event loop."""
         self._began = self._ended = self._clock()
-        self._submit()
+        self._work = asyncio.get_running_loop().create_task(self._follow(SwarmEngine(engine, self)))
 
-    def pump(self, timeout_s: float) -> list[Card]:
-        """Wait until an agent ends or begins to stream or the time is up, bring the cards up to date, and return
-        those that ended.
+    async def pump(self, timeout_s: float) -> list[Card]:
+        """Wait until an agent ends or begins to stream or the time is up; returns those that ended since the last call.
 
-        Tokens between do not wake the caller: eight agents bring some thousand events a second, and each switch
-        between threads would cost the engine.
+        Raises what a request was refused with (as `Engine.submit`); then none is left running.
         """
-        self._news.wait(timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
         self._news.clear()
-        now = self._clock()
-        ended = []
-        while not self._inbox.empty():
-            event = self._inbox.get()
-            card = self._running[event.request_id]
-            card.take(event, now)
-            if card.finished:
-                del self._running[event.request_id]
-                ended.append(card)
-        if not self._running:
-            self._go_on()
-        for card in self._running.values():
+        assert self._work is not None
+        if self._work.done() or all(card.finished for card in self.everyone):
+            self._concluded = True
+            await self._work
+        for card in self.everyone:
             card.look()
+        ended, self._ended_cards = self._ended_cards, []
         return ended
 
     def abort(self, only: Card | None = None) -> None:
         """End all agents, or one, at the next token boundary; those that are still to come end at once."""
-        for entry in list(self._coming):
-            if only is None or entry[0] is only:
-                entry[0].state = State.ABORTED
-                self._coming.remove(entry)
-        for card in self._running.values():
-            if only is None or card is only:
-                assert card.handle is not None
+        for card in self.everyone:
+            if card.finished or (only is not None and card is not only):
+                continue
+            if card.handle is not None:
                 card.handle.abort()
-        last = self.synthesis
-        if last is not None and last.handle is None and (only is None or only is last):
-            last.state = State.ABORTED
+                continue
+            card.state = CardState.ABORTED
+            if self._run is not None and card in self._node_of:
+                self._run.discard(self._node_of[card])
+        self._news.set()
 
     def summary(self, now: float | None = None) -> Summary:
         """Numbers of the agents, without the synthesis, up to the last end or, while agents run, up to `now`."""
@@ -310,61 +202,131 @@ class Swarm:
         results = [card.result for card in self.everyone]
         return [result.error for result in results if result is not None and result.error is not None]
 
-    def _submit(self) -> None:
-        assert self._engine is not None
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    def _agent(self, name: str, task: str) -> Agent:
+        """An agent that is asked the question and then this; what it writes is the swarm's business, so none fails."""
+        return Agent(name, role="{question}", task=task, sampling=self._sampling, on_failure=skip)
+
+    def _enter(self, card: Card, node: Node) -> Node:
+        self._card_of[node.id] = card
+        self._node_of[card] = node
+        return node
+
+    async def _follow(self, engine: SwarmEngine) -> None:
+        """Run the graph to its end. Raises the refusal of a request."""
+        inputs: dict[str, Any] = {"question": self._question}
+        inputs |= {f"task_{number}": card.specialist.task for number, card in enumerate(self.cards)}
         try:
-            while self._coming and not (self._serial and self._running):
-                card, request = self._coming[-1]
-                handle = self._engine.submit(request, sink=self._take)
-                self._coming.pop()
-                card.handle = handle
-                self._running[handle.id] = card
-        except ShoalError:
-            self.abort()
-            raise
+            async with self.graph.start(engine, **inputs) as self._run:
+                for card in self.everyone:
+                    if card.finished and card in self._node_of:  # aborted before it began
+                        self._run.discard(self._node_of[card])
+                async for event in self._run:
+                    if event.kind is EventKind.ENDED and event.node is not None and event.outcome is not None:
+                        self._node_ended(event.node, event.outcome)
+        finally:
+            engine.detach()
+            for card in self.everyone:
+                if not card.finished:
+                    card.state = CardState.ABORTED
+            self._news.set()
+        if self._refusal is not None:
+            raise self._refusal
 
-    def _go_on(self) -> None:
-        """Nobody runs: the next of a serial run, or the synthesis."""
-        if self._coming:
-            self._submit()
-        elif self.synthesis is not None and self.synthesis.handle is None and not self.synthesis.finished:
-            try:
-                self._synthesise(self.synthesis)
-            except ShoalError:
-                self.abort()
-                raise
+    def _node_ended(self, node: Node, outcome: Outcome) -> None:
+        """A node without a request of its own has ended: the same call was made already, or it was refused."""
+        card = self._card_of.get(node.id)
+        if card is not None and not card.finished:
+            card.text = outcome.text or ""
+            card.state = CardState.DONE if outcome.state is NodeState.DONE else CardState.FAILED
+            self._card_ended(card)
 
-    def _synthesise(self, card: Card) -> None:
-        """Submit the synthesis of what there is."""
-        assert self._engine is not None
+    def _card_ended(self, card: Card) -> None:
+        self._ended_cards.append(card)
+        if card is not self.synthesis:
+            self._ended = self._clock()
+        self._news.set()
+
+    async def _synthesise(self, run: Run, *texts: str | None) -> Node | None:  # noqa: ARG002 - aborted agents wrote too
+        """Add the agent that reads what there is, or nothing when there is nothing or nobody wants it any more."""
+        card = self.synthesis
+        assert card is not None
         notes = [(other.name, other.text) for other in self.cards if other.text.strip()]
-        if not notes:
-            card.state = State.ABORTED
-            return
-        self._joining = True
-        request = self._fitting(self._engine, card.specialist, notes)
-        card.handle = self._engine.submit(request, sink=self._take)
-        self._running[card.handle.id] = card
+        if not notes or card.finished:
+            card.state = CardState.ABORTED
+            return None
+        assert isinstance(run.engine, SwarmEngine)
+        fitting = await asyncio.to_thread(self._fitting, run.engine.engine, card.specialist, notes)
+        agent = self._agent("synthesis", "{notes}\n\n{task}")
+        values = {"notes": notes_text(fitting), "task": card.specialist.task}
+        return self._enter(card, run.spawn(self._join, agent, "synthesis", (), values))
 
-    def _fitting(self, engine: Engine, reader: Specialist, notes: Sequence[tuple[str, str]]) -> Request:
-        """The request for the synthesis, the notes cut, all alike, until they leave the answer its room."""
-        first = self._requests[0]
+    def _fitting(
+        self, engine: Engine, reader: Specialist, notes: Sequence[tuple[str, str]]
+    ) -> Sequence[tuple[str, str]]:
+        """The notes, cut, all alike, until they leave the answer its room."""
         limit = min(engine.spec.context_length, engine.spec.kv_capacity)
-        limit -= min(first.sampling.max_tokens, limit // 4)
+        limit -= min(self._sampling.max_tokens, limit // 4)
         longest = max(len(text) for _, text in notes)
         while True:
-            messages = synthesis_messages(self._question, reader, [(name, text[:longest]) for name, text in notes])
-            space = Namespace() if self._sharing else _alone()
-            request = dataclasses.replace(first, messages=messages, namespace=space)
+            cut = [(name, text[:longest]) for name, text in notes]
+            request = Request(messages=synthesis_messages(self._question, reader, cut))
             if longest == 0 or len(engine.inputs.tokenize(request)) <= limit:
-                return request
+                return cut
             longest = longest * 2 // 3
 
-    def _take(self, event: Event) -> None:
-        """On the engine's thread."""
-        self._inbox.put(event)
-        if event.finished and not self._joining:
-            self._ended = self._clock()
-        if event.finished or not self._streaming:
-            self._streaming = True
+    # -- what the engine below asks -----------------------------------------------------------------------------
+
+    def card(self, request: Request) -> Card:
+        """The card of a request of this swarm's run."""
+        assert request.id is not None
+        return self._card_of[request.id.split("/")[1]]
+
+    def take(self, card: Card, event: Event) -> None:
+        """Add what an event of a card's request brings."""
+        began = card.first_token_at is None
+        card.take(event, self._clock())
+        if card.finished:
+            self._card_ended(card)
+        elif began:
             self._news.set()
+
+    def refused(self, error: ShoalError) -> None:
+        """A request was refused: the run ends, with that error."""
+        self._refusal = self._refusal or error
+        self.abort()
+
+
+class SwarmEngine(AsyncEngine):
+    """The engine as one swarm's run sees it: each request as the swarm wants it, its events put on its card."""
+
+    def __init__(self, engine: Engine, swarm: Swarm) -> None:
+        super().__init__(engine)
+        self._swarm = swarm
+        self._turn = asyncio.Lock() if swarm.serial else contextlib.nullcontext()
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """As `AsyncEngine.generate`."""
+        swarm, card = self._swarm, self._swarm.card(request)
+        changes: dict[str, Any] = {"deadline_s": swarm.deadline_s}
+        if not swarm.sharing:
+            changes["namespace"] = Namespace(task=f"alone-{secrets.token_hex(8)}")
+        async with self._turn:
+            try:
+                async with leaving(super().generate(dataclasses.replace(request, **changes))) as events:
+                    async for event in events:
+                        swarm.take(card, event)
+                        yield event
+            except ShoalError as error:
+                swarm.refused(error)
+                raise
+
+    async def expect(self, prompts: Any, **settings: Any) -> Expectation | None:
+        """As `AsyncEngine.expect`; nothing is expected to be shared where nothing is to be."""
+        return await super().expect(prompts, **settings) if self._swarm.sharing else None
+
+    def _submit(self, request: Request, sink: Callable[[Event], None]) -> Handle:
+        handle = super()._submit(request, sink)
+        self._swarm.card(request).handle = handle
+        return handle

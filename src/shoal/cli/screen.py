@@ -7,7 +7,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from shoal.agents.swarm import Card, State, Swarm
+from shoal.agents.cards import Card, CardState
+from shoal.agents.swarm import Swarm
 from shoal.cli.console import note, printable
 
 if TYPE_CHECKING:
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 _COLOURS = {
-    State.QUEUED: "dim",
-    State.PREFILL: "yellow",
-    State.DECODING: "cyan",
-    State.DONE: "green",
-    State.FAILED: "red",
-    State.ABORTED: "magenta",
+    CardState.QUEUED: "dim",
+    CardState.PREFILL: "yellow",
+    CardState.DECODING: "cyan",
+    CardState.DONE: "green",
+    CardState.FAILED: "red",
+    CardState.ABORTED: "magenta",
 }
 _MIN_WIDTH = 38  # of a card; below this, fewer columns
 

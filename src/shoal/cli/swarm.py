@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +12,10 @@ from shoal.cli import options
 from shoal.cli.console import Interrupts, describe, load_engine, print_json
 
 if TYPE_CHECKING:
-    from shoal.agents.swarm import Card, Swarm
+    from shoal.agents.cards import Card
+    from shoal.agents.swarm import Swarm
     from shoal.cli.screen import Screen
+    from shoal.engine.engine import Engine
 
 _FRAME_S = 0.15  # seven frames a second: more would take time from the model and show nothing
 
@@ -43,22 +46,22 @@ def swarm(
         with make_screen(question, model, work, quiet=as_json) as screen:
             with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=agents) as engine:
                 interrupts.hold()
-                work.start(engine)
-                _follow(work, screen, interrupts)
+                asyncio.run(_follow(work, engine, screen, interrupts))
             screen.end()
     if as_json:
         print_json(document(question, model, work))
     _exit(work)
 
 
-def _follow(work: Swarm, screen: Screen, interrupts: Interrupts) -> None:
-    """Show the agents until all have ended; the first Ctrl-C ends them at the next token."""
+async def _follow(work: Swarm, engine: Engine, screen: Screen, interrupts: Interrupts) -> None:
+    """Run the agents and show them until all have ended; the first Ctrl-C ends them at the next token."""
+    work.start(engine)
     aborted = False
     while not work.finished:
         if interrupts.wanted and not aborted:
             work.abort()
             aborted = True
-        screen.show(work.pump(_FRAME_S))
+        screen.show(await work.pump(_FRAME_S))
 
 
 def document(question: str, model: str, work: Swarm) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class KVCacheManager:
         """
         match = Match()
         if self.sharing:
-            limit = len(seq.tokens) - 1  # one token is left to compute, for its logits; a step feeds each at least one
+            # One token is left to compute, for its logits; a step feeds each at least one.
+            limit = seq.scored if seq.scoring else len(seq.tokens) - 1
             match = self.tree.match(self.tree_tokens(seq), seq.namespace, limit=limit)
             if match.tail is not None and not self._fits(seq, match, spare):
                 # The source of a copy is a block more than the sequence itself needs: it may do without.
@@ -105,7 +106,7 @@ class KVCacheManager:
         At the last block boundary of its tokens, where the tree shows that its way parts from another's, and at the end
         of a prefix computed for others.
         """
-        if self.checkpoints is None or not self.sharing:
+        if self.checkpoints is None or not self.sharing or seq.scoring:
             return []
         size, length = self.block_size, len(seq.tokens)
         marks = {(length - 1) // size * size, match.known // size * size}
@@ -115,7 +116,7 @@ class KVCacheManager:
 
     def mark(self, seq: Sequence, tokens: int) -> None:
         """Keep recurrent state of a running sequence after that many tokens: another waits to go on from there."""
-        if self.checkpoints is not None and tokens > seq.computed and tokens not in seq.marks:
+        if self.checkpoints is not None and not seq.scoring and tokens > seq.computed and tokens not in seq.marks:
             seq.marks = sorted([*seq.marks, tokens])
 
     def reserve(self, seq: Sequence, end: int) -> int | None:
@@ -142,6 +143,8 @@ class KVCacheManager:
             return "off"
         if match.tokens >= len(seq.tokens) - 1:
             return None
+        if seq.scoring:
+            return "scored"
         if match.known > match.tokens:
             return "checkpoint"
         return self.tree.miss_reason(seq.hashes, seq.namespace, match.tokens)

@@ -24,6 +24,7 @@ from shoal.runners.plan import BlockId
 from shoal.types import Namespace
 
 _GHOSTS = 4096  # evicted paths remembered, so that a receipt can tell "evicted" from "never seen"
+_EMPTY_ROOTS = 4096  # namespaces remembered though nothing of theirs is cached, so that old versions are known as such
 _NEVER = 1 << 62  # the step in which nobody will need a block
 
 
@@ -66,7 +67,7 @@ class PrefixTree:
         self.max_cached = max_cached
         self.checkpoints = checkpoints
         self.evictions = 0
-        self._roots: dict[tuple[str, str], tuple[int, Node]] = {}
+        self._roots: OrderedDict[tuple[str, str], tuple[int, Node]] = OrderedDict()  # least recently used first
         self._nodes: dict[BlockId, Node] = {}
         self._clock = 0
         self._candidates: list[tuple[int, int, Node]] = []  # heap by (last_used, insertion); checked when popped
@@ -82,7 +83,7 @@ class PrefixTree:
     def match(self, tokens: Sequence[int], namespace: Namespace, *, limit: int) -> Match:
         """The longest prefix of `tokens` whose KV is there, at most `limit` tokens long. Marks it as used now."""
         node = self._root(namespace)
-        if node is None:
+        if node is None:  # nothing was ever cached there, or for a newer version only
             return Match()
         self._clock += 1
         size, at = self.block_size, 0
@@ -168,7 +169,7 @@ class PrefixTree:
         Returns the blocks as they stand in the tree: where another block already held the same tokens after the same
         prefix, that one, which the caller should refer to instead of its own (see `Scheduler`).
         """
-        node = self._root(namespace)
+        node = self._root(namespace, create=True)
         if node is None:
             return list(blocks)
         self._clock += 1
@@ -338,19 +339,35 @@ class PrefixTree:
 
     # -- namespaces ---------------------------------------------------------------------------------------------
 
-    def _root(self, namespace: Namespace) -> Node | None:
-        """The root of a namespace, emptied first when its version was bumped; None for a version that is over."""
+    def _root(self, namespace: Namespace, *, create: bool = False) -> Node | None:
+        """The root of a namespace, emptied first when its version was bumped.
+
+        None for an older version than the one it has, and without `create` where it has no root yet.
+        """
         place = (namespace.task, namespace.agent)
-        version, root = self._roots.get(place, (namespace.version, None))
-        if version > namespace.version:
+        known = self._roots.get(place)
+        if known is not None:
+            version, root = known
+            if version > namespace.version:
+                return None
+            self._roots.move_to_end(place)
+            if version == namespace.version:
+                return root
+            for child in list(root.children.values()):
+                self._remove_subtree(child)
+        elif not create:
             return None
-        if root is None or version < namespace.version:
-            if root is not None:
-                for child in list(root.children.values()):
-                    self._remove_subtree(child)
-            root = Node((), -1, None, hash(namespace))
-            self._roots[place] = (namespace.version, root)
+        root = Node((), -1, None, hash(namespace))
+        self._roots[place] = (namespace.version, root)
+        if len(self._roots) > self.pool.total + _EMPTY_ROOTS:  # at most `total` of them have blocks
+            self._drop_empty_roots()
         return root
+
+    def _drop_empty_roots(self) -> None:
+        """Forget the least recently used half of the roots that have no blocks: all that is lost is their version."""
+        empty = [place for place, (_, root) in self._roots.items() if not root.children]
+        for place in empty[: len(empty) // 2]:
+            del self._roots[place]
 
     # -- audit --------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ class Scheduler:
         self._leaders = Leaders(self.kv)
         self._progress: list[Progress] = []
         self._released: list[SeqId] = []
+        self._max_top = min(spec.max_top, spec.vocab_size - 1)
+        self._rows = 0  # of logits that a step may still give to sequences that are scored
         self._step = 0
         self._admissions = 0
 
@@ -68,8 +70,7 @@ class Scheduler:
         self._by_id[seq.seq_id] = seq
         self.queue.join(seq)
         self.kv.announce(seq)
-        if seq.deadline < math.inf:
-            heapq.heappush(self._deadlines, (seq.deadline, seq.seq_id))
+        self._note_deadline(seq)
         self.queue.push(seq)
 
     def abort(
@@ -167,9 +168,11 @@ class Scheduler:
         chain = self._chain(in_order)
         for seq in in_order:
             if seq.status is Status.RUNNING and seq.decoding and self._ensure(seq, len(seq.tokens) + chain - 1):
-                want = Want.ARGMAX if seq.greedy else Want.LOGITS
-                planned.append(ScheduledSequence(seq.seq_id, (seq.tokens[-1],), seq.computed, seq.table, want, 1))
+                want, top = self._want(seq)
+                fed = (seq.tokens[-1],)
+                planned.append(ScheduledSequence(seq.seq_id, fed, seq.computed, seq.table, want, 1, None, None, top))
         decodes = len(planned)
+        self._rows = max(self.spec.max_rows, self.config.max_batch)
         budget = max(self.config.max_step_tokens - decodes, 0)
         if decodes:
             budget = self.pacer.prompt_budget(budget)
@@ -181,6 +184,15 @@ class Scheduler:
             return None
         self._step += 1
         return StepPlan(self._step, tuple(planned), tuple(copies), chain if len(planned) == decodes else 1)
+
+    def _note_deadline(self, seq: Sequence) -> None:
+        if seq.deadline == math.inf:
+            return
+        if len(self._deadlines) > 2 * len(self._by_id) + 64:  # most are of sequences that ended before they were due
+            kept = ((due, seq_id) for due, seq_id in self._deadlines if seq_id in self._by_id)
+            self._deadlines = [(due, seq_id) for due, seq_id in kept if self._by_id[seq_id].deadline == due]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (seq.deadline, seq.seq_id))
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -210,20 +222,23 @@ class Scheduler:
 
     def _feed(self, seq: Sequence, count: int) -> ScheduledSequence:
         start = seq.computed
-        last = start + count == len(seq.tokens) and not seq.prefill_only
-        want = self._want(seq) if last else Want.NOTHING
         end = start + count
+        last = end == len(seq.tokens) and not seq.prefill_only
+        (want, top), rows = self._want(seq) if last else (Want.NOTHING, 0), 1
+        if seq.scoring and end > seq.scored:
+            want, top, rows = Want.LOGITS, 0, end - max(start, seq.scored)
+            self._rows -= rows
         generated = max(0, min(end - seq.prompt_len, count))
         load, seq.load = seq.load, None
         save = self.kv.reserve(seq, end) if seq.marks else None
-        top = seq.top if want is Want.TOP else 0
         fed = tuple(seq.tokens[start:end])
-        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top)
+        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top, rows)
 
-    def _want(self, seq: Sequence) -> Want:
+    def _want(self, seq: Sequence) -> tuple[Want, int]:
+        """What the next token of a sequence is chosen from, and for TOP how many logits."""
         if seq.greedy:
-            return Want.ARGMAX
-        return Want.TOP if 0 < seq.top <= min(self.spec.max_top, self.spec.vocab_size - 1) else Want.LOGITS
+            return Want.ARGMAX, 0
+        return (Want.TOP, seq.top) if 0 < seq.top <= self._max_top else (Want.LOGITS, 0)
 
     def _continue_prefills(
         self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int, joining: bool
@@ -234,11 +249,22 @@ class Scheduler:
         others = sum(s.behind for s in pending) + (budget if joining else 0)
         for seq in pending:
             others -= seq.behind
-            chunk = _chunk(seq, budget, others)
+            chunk = self._chunk(seq, budget, others)
             if chunk and self._ensure(seq, seq.computed + chunk):
                 planned.append(self._feed(seq, chunk))
                 budget -= chunk
         return budget
+
+    def _chunk(self, seq: Sequence, budget: int, others: int) -> int:
+        """Prompt tokens for a sequence when those behind it want `others`: a long one leaves half the budget to them.
+
+        Of one that is scored no more than there are rows of logits for, and none behind the prompt.
+        """
+        chunk = min(seq.stride, max(budget - others, (budget + 1) // 2))
+        if not seq.scoring:
+            return chunk
+        rows = min(self.spec.max_rows, self._rows)
+        return min(chunk, max(seq.scored - seq.computed, 0) + rows, seq.prompt_len - seq.computed)
 
     def _admit(self, now: float, planned: list[ScheduledSequence], budget: int) -> list[tuple[BlockId, BlockId]]:
         """Let waiting sequences join while rows, prompt budget and blocks last."""
@@ -248,10 +274,10 @@ class Scheduler:
             if seq.copy_source is not None:
                 copies.append((seq.copy_source, seq.blocks[seq.shared_blocks]))
             following = self._next_to_join(now)
-            chunk = _chunk(seq, budget, budget if following is not None else 0)
+            chunk = self._chunk(seq, budget, budget if following is not None else 0)
             planned.append(self._feed(seq, chunk))
             budget -= chunk
-            seq = following
+            seq = following if following is None or self._ready(following) else self._next_to_join(now)
         return copies
 
     def _next_to_join(self, now: float) -> Sequence | None:
@@ -261,9 +287,15 @@ class Scheduler:
         for looked, seq in enumerate(self.queue.candidates(now)):
             if looked >= 8 * self.config.max_batch:
                 return None
-            if not seq.waiting_for_leader and not self._leaders.follow(seq):
+            if self._ready(seq):
                 return seq
         return None
+
+    def _ready(self, seq: Sequence) -> bool:
+        """True when nobody is about to compute blocks it shares. One that is scored shares none and needs rows."""
+        if seq.scoring:
+            return self._rows > 0
+        return not seq.waiting_for_leader and not self._leaders.follow(seq)
 
     def _join(self, seq: Sequence, now: float) -> bool:
         """Admit one sequence with what the tree has of it; False, with nothing changed, when blocks do not suffice."""
@@ -291,7 +323,7 @@ class Scheduler:
         seq.miss = self.kv.miss_reason(seq, match)
         if seq.timeout < math.inf:
             seq.deadline = min(seq.deadline, now + seq.timeout)
-            heapq.heappush(self._deadlines, (seq.deadline, seq.seq_id))
+            self._note_deadline(seq)
 
     def _note_sharing(self, seq: Sequence) -> None:
         if not seq.shared_blocks:
@@ -327,35 +359,32 @@ class Scheduler:
 
     # -- taking the outcome into the books ----------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> int:
-        """The plan was executed in `ms`, and `sampled` holds the next token(s) of every sequence that wanted any.
-
-        Returns how many of the tokens fed were of prompts, or of output that is computed again.
-        """
-        decodes = prompt_tokens = 0
+    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> None:
+        """The plan was executed in `ms`, and `sampled` holds the next token(s) of every sequence that wanted any."""
+        decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)
             fed = len(item.tokens)
             if seq is None:  # ended while its row was sampled
-                prompt_tokens += fed - item.generated
+                chunked += fed - item.generated
                 continue
             decoding = seq.decoding
             if decoding:
                 decodes += 1
             else:
-                prompt_tokens += fed
+                chunked += fed
             if seq.copy_source is not None:
                 self.kv.copied(seq)
             seq.computed_tokens += fed
             self.queue.serve(seq, fed)
             self._advance(seq, fed, sampled.get(item.seq_id, ()), plan.chain, prefill=not decoding)
         if plan.chain == 1:
-            self.pacer.observe(decodes, prompt_tokens, ms)
+            self.pacer.observe(decodes, chunked, ms)
         self._expire(now)
-        return prompt_tokens
 
     def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...], chain: int, *, prefill: bool) -> None:
         seq.computed += fed
+        seq.scored = max(seq.scored, seq.computed)
         if prefill:
             self.kv.index(seq, tail=True)
             self.kv.saved(seq)
@@ -365,6 +394,9 @@ class Scheduler:
             self.pinned[seq.seq_id] = list(seq.blocks)
             self.kv.pool.hold(seq.blocks)
             self._end(seq, FinishReason.STOP)
+            return
+        if seq.max_tokens == 0 and seq.behind == 0:  # asked only what its prompt is worth
+            self._end(seq, FinishReason.LENGTH)
             return
         if not tokens:
             return
@@ -393,8 +425,3 @@ class Scheduler:
 
 def _urgency(seq: Sequence) -> tuple[int, int]:
     return seq.aged_rank, seq.order
-
-
-def _chunk(seq: Sequence, budget: int, others: int) -> int:
-    """Prompt tokens for one sequence when those behind it want `others`: a long one leaves half the budget to them."""
-    return min(seq.stride, max(budget - others, (budget + 1) // 2))

@@ -40,7 +40,7 @@ class Sequence:
         "_table", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "checker", "computed",
         "computed_tokens", "copy_source", "deadline", "greedy", "group", "hashes", "indexed", "load", "marks",
         "max_tokens", "miss", "namespace", "order", "path", "preemptions", "prefill_only", "prompt_len", "rank",
-        "saving", "seq_id", "shared_blocks", "shared_with", "status", "timeout", "tokens", "top", "waits_for",
+        "saving", "scored", "seq_id", "shared_blocks", "shared_with", "status", "timeout", "tokens", "top", "waits_for",
         "waits_until",
     )  # fmt: skip
 
@@ -62,6 +62,7 @@ class Sequence:
         timeout: float = math.inf,
         prefill_only: bool = False,
         path: int = 0,
+        score: bool = False,
     ) -> None:
         self.seq_id = seq_id
         self.tokens = tokens
@@ -77,6 +78,7 @@ class Sequence:
         self.deadline = deadline  # on the caller's clock
         self.timeout = timeout  # seconds from joining the batch
         self.prefill_only = prefill_only
+        self.scored = 0 if score else prompt_len  # prompt tokens after which logits are not wanted, or no more
         self.path = path  # tokens to be written one after another until its graph ends
 
         self.status = Status.WAITING
@@ -111,6 +113,11 @@ class Sequence:
         """True when one token is to be fed and the next one is wanted."""
         count = len(self.tokens)  # asked of every sequence in every step
         return count - self.computed == 1 and count > self.prompt_len
+
+    @property
+    def scoring(self) -> bool:
+        """True while logits after prompt tokens are wanted that tell of the token behind."""
+        return self.scored < self.prompt_len - 1
 
     @property
     def remaining(self) -> int:

@@ -15,7 +15,8 @@ from typing import Any, Self
 from shoal.engine.batch import Prompt, as_request
 from shoal.engine.engine import Engine
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
-from shoal.errors import RequestError
+from shoal.engine.mailbox import T
+from shoal.errors import EngineClosedError, RequestError
 from shoal.runners.plan import ModelSpec
 from shoal.types import Event, Namespace, Priority, Request, Result, SamplingParams
 
@@ -68,7 +69,7 @@ class AsyncEngine(AsyncFace):
     """An `Engine` for asyncio: the event loop never waits for the model."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self._loaded: Engine | None = engine
         self._load: partial[Engine] | None = None
         self._outbox: Outbox | None = None
 
@@ -76,13 +77,21 @@ class AsyncEngine(AsyncFace):
     def load(cls, model: str = "smollm2-135m", **settings: Any) -> Self:
         """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
         waiting = cls.__new__(cls)
+        waiting._loaded = None
         waiting._load = partial(Engine.load, model, **settings)
         waiting._outbox = None
         return waiting
 
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it. EngineClosedError before it is loaded."""
+        if self._loaded is None:
+            raise EngineClosedError("the engine is not loaded", hint="use `async with AsyncEngine.load(...) as engine`")
+        return self._loaded
+
     async def _open(self) -> None:
         if self._load is not None:
-            self.engine = await asyncio.to_thread(self._load)
+            self._loaded = await _off_loop(self._load, undo=Engine.close)
             self._load = None
 
     @property
@@ -94,7 +103,7 @@ class AsyncEngine(AsyncFace):
         """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         put = self._sink(events.put_nowait)
-        handle = await _submitted(partial(self.engine.submit, request, sink=put))
+        handle = await _off_loop(partial(self._submit, request, put), undo=Handle.abort)
         finished = False
         try:
             while not finished:
@@ -104,6 +113,10 @@ class AsyncEngine(AsyncFace):
         finally:
             if not finished:
                 handle.abort()
+
+    def _submit(self, request: Request, sink: Callable[[Event], None]) -> Handle:
+        """Hand a request of `generate` to the engine; on a thread that may wait."""
+        return self.engine.submit(request, sink=sink)
 
     def _sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
         """A sink for the engine whose events `receive` gets on the running event loop."""
@@ -146,7 +159,7 @@ class AsyncEngine(AsyncFace):
     async def _pin(self, request: Request) -> PrefixCache:
         events: asyncio.Queue[Event] = asyncio.Queue()
         put = self._sink(events.put_nowait)
-        handle = await _submitted(partial(self.engine.prefill, request, sink=put))
+        handle = await _off_loop(partial(self.engine.prefill, request, sink=put), undo=Handle.abort)
         try:
             result = (await events.get()).result
         except asyncio.CancelledError:
@@ -155,29 +168,35 @@ class AsyncEngine(AsyncFace):
         assert result is not None
         return pinned_by(self.engine, handle, result)
 
+    def detach(self) -> None:
+        """Take no more events from the engine, which goes on: for one face of many over it, when it has no request."""
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+
     async def close(self) -> None:
         """End what is in flight and free the model. Idempotent."""
-        if self._load is None:
-            await asyncio.to_thread(self.engine.close)
+        if self._loaded is not None:
+            await asyncio.to_thread(self._loaded.close)
 
 
-async def _submitted(submit: Callable[[], Handle]) -> Handle:
-    """Submit on a thread. When this task is cancelled meanwhile, the request is aborted as soon as it is there."""
-    there: list[Handle] = []
+async def _off_loop(make: Callable[[], T], *, undo: Callable[[T], None]) -> T:
+    """Make something on a thread. When this task is cancelled meanwhile, it is undone as soon as it is there."""
+    there: list[T] = []
     gone = threading.Event()
 
-    def work() -> Handle:
-        there.append(submit())
+    def work() -> T:
+        there.append(make())
         if gone.is_set():
-            there[0].abort()
+            undo(there[0])
         return there[0]
 
     try:
         return await asyncio.to_thread(work)
     except asyncio.CancelledError:  # the thread goes on, also when the event loop does not
         gone.set()
-        for handle in there:
-            handle.abort()
+        for made in there:
+            await asyncio.to_thread(undo, made)  # twice does no harm
         raise
 
 
@@ -188,6 +207,7 @@ class Outbox:
         self._loop = loop
         self._letters: deque[tuple[Callable[[Event], None], Event]] = deque()
         self._woken = False
+        self._closed = False
 
     @classmethod
     def of_running_loop(cls, known: Outbox | None) -> Outbox:
@@ -204,17 +224,25 @@ class Outbox:
         return lambda event: letters.append((receive, event))
 
     def wake(self) -> bool:
-        """Let the event loop take what lies here; on any thread. False once that loop is closed and nobody listens."""
+        """Let the event loop take what lies here; on any thread. False once nobody listens there any more."""
         if self._letters and not self._woken:
             self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
                 return False
-        return not self._loop.is_closed()
+        return not (self._closed or self._loop.is_closed())
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self._closed = True
 
     def _deliver(self) -> None:
         self._woken = False  # first: what comes from here on wakes us again
         while self._letters:
             receive, event = self._letters.popleft()
-            receive(event)
+            try:
+                receive(event)
+            except Exception as error:  # noqa: BLE001 - a caller's own fault: the letters behind are for others
+                told = {"message": f"what receives events of request {event.request_id!r} raised", "exception": error}
+                self._loop.call_exception_handler(told)

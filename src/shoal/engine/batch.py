@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.engine.handles import Handle, PrefixCache
 from shoal.engine.inputs import PreparedRequest
+from shoal.engine.loop import Sink
 from shoal.errors import InvalidRequestError, RequestError
 from shoal.sampling.sampler import derive_seed
 from shoal.types import Event, FinishReason, Message, Report, Request, Result, StepRecord
@@ -23,19 +24,30 @@ OnTokens = Callable[[str, tuple[int, ...], str, bool], None]
 
 
 def run_requests(
-    engine: Engine, requests: Sequence[Request], on_tokens: OnTokens | None, prefix: PrefixCache | None
+    engine: Engine,
+    submit: Callable[[Request, Sink], Handle],
+    requests: Sequence[Request],
+    on_tokens: OnTokens | None,
+    prefix: PrefixCache | None,
 ) -> Report:
-    """Run requests to their ends; see `Engine.run`."""
+    """Run requests to their ends; see `Engine.run`. `submit` takes one in at once, whatever its `arrival_s`."""
     if prefix is not None:
         _check_prefix(engine, requests, prefix)
-    return _Run(engine, requests, on_tokens).to_report()
+    return _Run(engine, submit, requests, on_tokens).to_report()
 
 
 class _Run:
     """One call of `Engine.run`: requests not yet arrived, in flight, and ended."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], on_tokens: OnTokens | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        submit: Callable[[Request, Sink], Handle],
+        requests: Sequence[Request],
+        on_tokens: OnTokens | None,
+    ) -> None:
         self._engine = engine
+        self._submit = submit
         self._on_tokens = on_tokens
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._coming = sorted(enumerate(requests), key=lambda pair: (-pair[1].arrival_s, -pair[0]))
@@ -64,7 +76,7 @@ class _Run:
         while self._coming and self._coming[-1][1].arrival_s <= now:
             place, request = self._coming.pop()
             try:
-                handle = self._engine.submit(request, sink=self._inbox.put)
+                handle = self._submit(request, self._inbox.put)
             except RequestError as error:
                 self._end(place, _refused(request, place, error))
                 continue

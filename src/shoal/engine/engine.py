@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from shoal.config import EngineConfig
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
-from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest
-from shoal.engine.loop import Sink, StepLoop
+from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
+from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
 from shoal.engine.mailbox import Mailbox, T
 from shoal.engine.watchdog import Watchdog
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
@@ -28,6 +29,8 @@ from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Req
 
 if TYPE_CHECKING:
     from shoal.power.governor import Governor
+
+log = logging.getLogger("shoal.engine")
 
 _MAX_FAILURES = 3  # passes that fail in a row before the engine gives up
 
@@ -56,7 +59,9 @@ class Engine:
         self._mailbox = Mailbox()
         self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
         self._lock = threading.Lock()
-        self._sinks: dict[str, Sink] = {}  # requests in flight; whoever removes one delivers its last event
+        # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
+        self._sinks: dict[str, tuple[Sink, int]] = {}
+        self._tokens = 0  # of them all
         self._names = itertools.count(1)
         self._closing = False
         self._suspended = False
@@ -93,7 +98,11 @@ class Engine:
         if state is not None:
             from shoal.engine.state import restore
 
-            restore(engine, Path(state))
+            try:
+                restore(engine, Path(state))
+            except BaseException:
+                engine.close()
+                raise
         return engine
 
     # -- asking for text ----------------------------------------------------------------------------------------
@@ -114,6 +123,11 @@ class Engine:
         Raises a `RequestError` that names the field when it cannot be served, `QueueFullError` when too many wait,
         `PowerLimitError` when the governor refuses it, `EngineClosedError`.
         """
+        refuse_arrival(request)
+        return self._accept(request, sink)
+
+    def _accept(self, request: Request, sink: Sink | None) -> Handle:
+        """As `submit`, also for a request whose `arrival_s` has come."""
         self._refuse_if_closed()
         return self._submit(self.inputs.prepare(request), sink)
 
@@ -123,47 +137,62 @@ class Engine:
         return self._loop.inputs
 
     def _submit(
-        self, prepared: PreparedRequest, sink: Sink | None, *, written: tuple[int, ...] = (), prefill_only: bool = False
+        self,
+        prepared: PreparedRequest,
+        sink: Sink | None,
+        *,
+        before: Output = NOTHING,
+        prefill_only: bool = False,
     ) -> Handle:
-        handle = self._register(prepared, sink)
+        (handle,) = self._register([prepared], sink)
         arrival = self._loop.clock()
 
         def join() -> None:
             handle.request_state = self._loop.add(
-                handle.id, prepared, self._deliver, written=written, arrival=arrival, prefill_only=prefill_only
+                handle.id, prepared, self._deliver, before=before, arrival=arrival, prefill_only=prefill_only
             )
 
         self._post(join, handle.id)
         return handle
 
-    def resume_request(self, prepared: PreparedRequest, written: tuple[int, ...]) -> Handle:
-        """Let a request go on after output it has already, as when a saved state is restored. Raises as `submit`."""
-        return self._submit(prepared, None, written=written)
+    def resume_request(self, prepared: PreparedRequest, before: Output) -> Handle:
+        """Let a request go on after what it wrote before, as when a saved state is restored. Raises as `submit`."""
+        return self._submit(prepared, None, before=before)
 
-    def _register(self, prepared: PreparedRequest, sink: Sink | None) -> Handle:
-        """Name a request that is about to join; refuse a name in use, a full queue, a closed engine."""
-        request_id = prepared.request.id
+    def _register(self, arriving: Sequence[PreparedRequest], sink: Sink | None) -> list[Handle]:
+        """Name requests that are about to join: all or none. Refuses a name in use, a full queue, a closed engine."""
         if self.governor is not None:
-            self.governor.admit(request_id)
+            for prepared in arriving:
+                self.governor.admit(prepared.request.id)
         with self._lock:
             self._refuse_if_closed()
-            waiting = len(self._sinks) - self.config.max_batch
+            waiting = len(self._sinks) + len(arriving) - 1 - self.config.max_batch
             if waiting >= self.config.max_queue:
-                raise self._queue_full(waiting)
-            name = request_id or f"request-{next(self._names)}"
-            if name in self._sinks:
-                raise InvalidRequestError(
-                    f"id {name!r} is in flight already", param="id", value=name, hint="use another id, or none"
-                )
-            handle = Handle(self, name, prepared)
-            self._sinks[name] = sink or handle.put
-        return handle
+                raise self._queue_full(f"{waiting} requests wait", waiting, "max_queue")
+            tokens = self._tokens - self.spec.kv_capacity
+            if tokens > 0 and tokens + sum(len(p.tokens) for p in arriving) > self.config.max_queue_tokens:
+                raise self._queue_full(f"requests of {tokens} prompt tokens wait", tokens, "max_queue_tokens")
+            handles = [Handle(self, self._name(prepared.request.id), prepared) for prepared in arriving]
+            for handle in handles:
+                self._sinks[handle.id] = sink or handle.put, len(handle.prepared.tokens)
+                self._tokens += len(handle.prepared.tokens)
+        return handles
 
-    def _queue_full(self, waiting: int) -> QueueFullError:
+    def _name(self, wanted: str | None) -> str:
+        """The name of a request: the one it asks for, or one that nobody has."""
+        if wanted is None:
+            return next(name for n in self._names if (name := f"request-{n}") not in self._sinks)
+        if wanted in self._sinks:
+            raise InvalidRequestError(
+                f"id {wanted!r} is in flight already", param="id", value=wanted, hint="use another id, or none"
+            )
+        return wanted
+
+    def _queue_full(self, why: str, value: int, param: str) -> QueueFullError:
         rate = self._loop.finished_per_s
         retry = min(max(1.0 / rate, 0.1), 60.0) if rate else 1.0
-        limit = self.config.max_queue
-        return QueueFullError(f"{waiting} requests wait already", value=waiting, limit=limit, retry_after_s=retry)
+        limit = getattr(self.config, param)
+        return QueueFullError(f"{why} already", value=value, limit=limit, retry_after_s=retry, param=param)
 
     def run(
         self, requests: Sequence[Request], on_tokens: OnTokens | None = None, *, prefix: PrefixCache | None = None
@@ -172,7 +201,7 @@ class Engine:
 
         `on_tokens` is called on this thread. `prefix` is held while they run; all must begin with it.
         """
-        return run_requests(self, requests, on_tokens, prefix)
+        return run_requests(self, self._accept, requests, on_tokens, prefix)
 
     def fan_out(
         self, shared: Prompt, branches: Sequence[Prompt], on_tokens: OnTokens | None = None, **fields: Any
@@ -190,10 +219,15 @@ class Engine:
         """
         fields = {"namespace": namespace or Namespace(), "sampling": SamplingParams(max_tokens=1)}
         handle = self.prefill(as_request(prefix, fields))
-        return pinned_by(self, handle, handle.result())
+        try:
+            return pinned_by(self, handle, handle.result())
+        except BaseException:  # also Ctrl-C: nobody could release what would be pinned
+            handle.abort()
+            raise
 
     def prefill(self, request: Request, *, sink: Sink | None = None) -> Handle:
         """Compute a request's prompt and no output; its KV is pinned when the result comes. Raises as `submit`."""
+        refuse_arrival(request)
         return self._submit(self.inputs.prepare(request), sink, prefill_only=True)
 
     def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:
@@ -206,18 +240,33 @@ class Engine:
 
     def fork(self, handle: Handle, count: int) -> list[Handle]:
         """Branch a running request at its current token; see `Handle.fork`."""
-        parent = handle.request_state
-        if parent is None or parent.seq.status is Status.FINISHED:
-            raise InvalidRequestError("a finished request cannot be forked", param="fork", value=handle.id)
-        children = [self._register(prepared, None) for prepared in branch_seeds(handle.prepared, count)]
+        children = self._register(branch_seeds(handle.prepared, count), None)
 
-        def branch() -> None:
-            written = self._loop.share(parent)
+        def branch() -> None:  # the parent has joined by now: its own command came before this one
+            parent = handle.request_state
+            if parent is None or parent.seq.status is Status.FINISHED:
+                raise _cannot_fork("a finished request", handle.id)
+            if parent.seq.prefill_only:
+                raise _cannot_fork("a prefill, which writes nothing,", handle.id)
+            before = self._loop.share(parent)
             for child in children:
-                child.request_state = self._loop.add(child.id, child.prepared, self._deliver, written=written)
+                child.request_state = self._loop.add(child.id, child.prepared, self._deliver, before=before)
 
-        self.call(branch)
+        try:
+            self.call(branch)
+        except BaseException:
+            self._post(lambda: self._withdraw(children))
+            with self._lock:
+                for child in children:
+                    self._sinks.pop(child.id, None)
+            raise
         return children
+
+    def _withdraw(self, children: Sequence[Handle]) -> None:
+        """End branches whose caller was interrupted before it had them; nothing happens where none has joined."""
+        for child in children:
+            if child.request_state is not None:
+                self._loop.abort(child.request_state)
 
     def abort(self, handle: Handle) -> None:
         """End a request at the next token boundary; nothing happens when it has ended."""
@@ -229,14 +278,16 @@ class Engine:
         self._post(leave)
 
     def listen(self, listener: Callable[[StepRecord], None]) -> None:
-        """Call `listener` with every step's record, on the engine's thread, until `unlisten`. It must not block."""
-        with self._lock:
-            self._loop.on_step = [*self._loop.on_step, listener]
+        """Call `listener` with every step's record, on the engine's thread, until `unlisten`. It must not block.
+
+        One that raises is logged and told no more.
+        """
+        self._loop.on_step.append(listener)
 
     def unlisten(self, listener: Callable[[StepRecord], None]) -> None:
         """Take a listener back."""
-        with self._lock:
-            self._loop.on_step = [known for known in self._loop.on_step if known is not listener]
+        with contextlib.suppress(ValueError):
+            self._loop.on_step.remove(listener)
 
     def on_step_start(self, start_step: Callable[[], bool]) -> None:
         """Call `start_step` on the engine's thread when events are out and a pass is to begin, until it gives False."""
@@ -333,19 +384,25 @@ class Engine:
     def _deliver(self, event: Event) -> None:
         """Pass an event on, unless its request was ended meanwhile by the watchdog or by closing."""
         with self._lock:
-            sink = self._sinks.pop(event.request_id, None) if event.finished else self._sinks.get(event.request_id)
+            sink, tokens = self._sinks.get(event.request_id, (None, 0))
+            if event.finished and sink is not None:
+                del self._sinks[event.request_id]
+                self._tokens -= tokens
         if sink is not None:
             sink(event)
 
     def _end_all(self, error: ShoalError, reason: FinishReason) -> None:
         """End whatever has not ended, from outside the loop."""
         with self._lock:
-            sinks, self._sinks = self._sinks, {}
+            sinks, self._sinks, self._tokens = self._sinks, {}, 0
         now = self._loop.clock()
         known = {state.request_id: state.result(now, reason, error) for state in self._loop.states}
-        for name, sink in sinks.items():
+        for name, (sink, _) in sinks.items():
             result = known.get(name) or Result(name, (), "", reason, 0, None, 0.0, 0, error=error)
-            sink(Event(name, result=result))
+            try:
+                sink(Event(name, result=result))
+            except Exception:
+                log.exception("the sink of request %r raised", name)
         self._loop.start_step()
 
     # -- the engine's thread ------------------------------------------------------------------------------------
@@ -361,11 +418,12 @@ class Engine:
                     self._serve(self._loop)
             finally:
                 runner.close()
-        except BaseException as error:  # noqa: BLE001 - the second loop boundary: nobody may be left waiting
+        except BaseException as error:
             if not started.done():
                 started.set_exception(error)
                 return
             self.failure = error
+            log.error("the engine has failed and is closed", exc_info=error)
             cause = RunnerError(f"the engine's thread failed: {error}")
             cause.__cause__ = error
             self._end_all(cause, FinishReason.ERROR)
@@ -395,3 +453,7 @@ class Engine:
         """The pass that runs may never return: end everything without it. Called on the watchdog's thread."""
         self.failure = error
         self._end_all(error, FinishReason.ERROR)
+
+
+def _cannot_fork(what: str, name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{what} cannot be forked", param="fork", value=name, hint="submit it again")

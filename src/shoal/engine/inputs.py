@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,9 @@ from shoal.runners.plan import ModelSpec
 from shoal.sampling.grammar import Grammar, GrammarCompiler
 from shoal.sampling.sampler import SamplerState
 from shoal.types import Message, Request, SamplingParams
+
+_SLICE = 64 * 1024  # characters tokenised in one go, to find out whether a text is too long
+_CUT = 64  # tokens that a cut through a text may add; generous
 
 
 class Codec(Protocol):
@@ -52,6 +55,18 @@ class PreparedRequest:
         return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint)
 
 
+def refuse_arrival(request: Request) -> None:
+    """Refuse a request that asks for a later arrival where nothing waits for that."""
+    if request.arrival_s:
+        raise InvalidRequestError(
+            f"arrival_s is {request.arrival_s:g}",
+            param="arrival_s",
+            value=request.arrival_s,
+            limit=0,
+            hint="only `run` delays arrivals: give the request to it, or submit it when its time has come",
+        )
+
+
 class InputProcessor:
     """Turns requests into `PreparedRequest` ones for one model. Thread-safe; holds no request."""
 
@@ -76,9 +91,49 @@ class InputProcessor:
                 f"{given} needs a tokenizer and this engine has none", param=given, hint="give prompt_tokens"
             )
         if request.prompt is not None:
-            return self.codec.encode(request.prompt, add_special=True)
+            return self.encode(request.prompt)
         assert request.messages is not None
+        contents = [message.get("content") for message in request.messages if isinstance(message, Mapping)]
+        self.check_text(*(content for content in contents if isinstance(content, str)))
         return self.codec.encode_messages(request.messages)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt in text. `PromptTooLongError` before all of one that is far too long is tokenised."""
+        assert self.codec is not None
+        self.check_text(text)
+        return self.codec.encode(text, add_special=True)
+
+    def check_text(self, *texts: str) -> None:
+        """Refuse texts that make more tokens than a prompt may have, after about as much work as one that may costs.
+
+        A text is tokenised in slices until it is known to be too long. What is close to the limit passes: the exact
+        count is `check_tokens`'.
+        """
+        most = self._most_tokens
+        if self.codec is None or sum(map(len, texts)) <= _SLICE:
+            return
+        total = 0
+        for text in texts:
+            for at in range(0, len(text), _SLICE):
+                # A cut makes a few tokens more than there are without it.
+                total += len(self.codec.encode(text[at : at + _SLICE], add_special=False)) - _CUT
+                if total > most:
+                    raise self._too_long(f"over {total}", total)
+
+    @property
+    def _most_tokens(self) -> int:
+        """What a prompt may have: the context, less one token for the answer."""
+        return self.spec.context_length - 1
+
+    def _too_long(self, count: str, value: int) -> PromptTooLongError:
+        most = self._most_tokens
+        return PromptTooLongError(
+            f"the prompt has {count} tokens and the model's context takes {most} and one answer token",
+            param="prompt",
+            value=value,
+            limit=most,
+            hint="shorten the prompt or load a model with a longer context",
+        )
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request against the model. Raises `InvalidRequestError`, `PromptTooLongError`, `KVBudgetError`."""
@@ -107,18 +162,11 @@ class InputProcessor:
         """Refuse a prompt that is empty, names tokens the model lacks, or does not fit context or KV memory."""
         if not tokens:
             raise InvalidRequestError("the prompt has no tokens", param="prompt", value=0, limit="at least 1 token")
+        if len(tokens) > self._most_tokens:
+            raise self._too_long(str(len(tokens)), len(tokens))
+        self._check_budget(len(tokens))
         for token in tokens:
             self._check_token(token, "prompt_tokens")
-        most = self.spec.context_length - 1
-        if len(tokens) > most:
-            raise PromptTooLongError(
-                f"the prompt has {len(tokens)} tokens and the model's context takes {most} and one answer token",
-                param="prompt",
-                value=len(tokens),
-                limit=most,
-                hint="shorten the prompt or load a model with a longer context",
-            )
-        self._check_budget(len(tokens))
 
     def _check_token(self, token: object, param: str) -> None:
         vocab = self.spec.vocab_size

@@ -6,6 +6,7 @@ Synchronous and on one thread. `Engine` gives it a thread and a mailbox; tests d
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,23 +14,40 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shoal.config import EngineConfig
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import RANKS, Progress, Sequence
 from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.record import RecordingScheduler
-from shoal.errors import RunnerError, ShoalError
+from shoal.errors import CallbackError, RunnerError, ShoalError
 from shoal.runners.base import Runner
-from shoal.runners.plan import SeqId, StepOutput, StepPlan, Want
-from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top
+from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top, score
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord, TokenLogprob
 
 if TYPE_CHECKING:
     from shoal.power.governor import Governor
 
+log = logging.getLogger("shoal.engine")
+
 Sink = Callable[[Event], None]
-"""Where a request's events go. Called on the loop's thread; must not block."""
+"""Where a request's events go. Called on the loop's thread; must not block. One that raises ends its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a request had written before it went on here: as a branch of another, or restored from disk."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's second token on, where they are wanted
+
+
+NOTHING = Output()
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +65,13 @@ class RequestState:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     pending_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    told: bool = False  # an event went out
+
+    def output(self) -> Output:
+        """What it has written so far."""
+        written = tuple(self.seq.tokens[self.seq.prompt_len :])
+        return Output(written, tuple(self.logprobs), tuple(self.prompt_logprobs))
 
     def result(self, now: float, reason: FinishReason, error: ShoalError | None) -> Result:
         """The terminal result."""
@@ -62,6 +87,7 @@ class RequestState:
             seed=self.prepared.seed,
             receipt=seq.receipt,
             logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
             error=error,
             queue_s=None if seq.admitted_at is None else max(seq.admitted_at - self.arrival, 0.0),
         )
@@ -125,22 +151,25 @@ class StepLoop:
         prepared: PreparedRequest,
         sink: Sink,
         *,
-        written: tuple[int, ...] = (),
+        before: Output = NOTHING,
         arrival: float | None = None,
         prefill_only: bool = False,
     ) -> RequestState:
-        """Take a request in. With `written`, output it has already, it goes on after that as if never stopped."""
+        """Take a request in. It goes on after what it wrote `before` as if never stopped, or ends where that did."""
         request, spec = prepared.request, self.runner.spec
         arrival = self.clock() if arrival is None else arrival
         codec = self.inputs.codec
         token_bytes = codec.token_bytes if codec is not None else _no_text
+        checker = StopChecker(prepared.sampling, self.inputs.eos_ids, token_bytes)
+        sampler = prepared.sampler(spec, self.inputs.eos_ids)
+        written, text, reason = _taken_up(before.tokens, checker, sampler)
         self._next_id += 1
         seq = Sequence(
             self._next_id,
             [*prepared.tokens, *written],
             prompt_len=len(prepared.tokens),
             max_tokens=prepared.sampling.max_tokens,
-            checker=StopChecker(prepared.sampling, self.inputs.eos_ids, token_bytes),
+            checker=checker,
             greedy=prepared.sampling.greedy,
             top=prepared.sampling.top,
             arrival=arrival,
@@ -151,21 +180,25 @@ class StepLoop:
             timeout=float("inf") if request.timeout_s is None else request.timeout_s,
             prefill_only=prefill_only,
             path=request.critical_path,
+            score=prepared.sampling.prompt_logprobs is not None,
         )
-        sampler = prepared.sampler(spec, self.inputs.eos_ids)
-        state = RequestState(request_id, prepared, seq, sampler, sink, arrival, len(seq.tokens))
-        for token in written:
-            state.text.append(seq.checker.push(token).text)
-            sampler.accept(token)
+        state = RequestState(request_id, prepared, seq, sampler, sink, arrival, len(seq.tokens), text=text)
+        state.logprobs += before.logprobs[: len(written)]
+        if seq.scoring and before.prompt_logprobs:
+            state.prompt_logprobs += before.prompt_logprobs
+            seq.scored = len(before.prompt_logprobs)
+            state.told = not seq.scoring
         self._states[seq.seq_id] = state
         self.scheduler.add(seq)
+        if reason is not None:
+            self.scheduler.abort(seq.seq_id, reason)
+            self._deliver()
         return state
 
-    def share(self, state: RequestState) -> tuple[int, ...]:
+    def share(self, state: RequestState) -> Output:
         """Put all KV a request has so far within reach of others (for a fork); gives its output so far."""
-        seq = state.seq
-        self.scheduler.share(seq)
-        return tuple(seq.tokens[seq.prompt_len :])
+        self.scheduler.share(state.seq)
+        return state.output()
 
     def abort(
         self, state: RequestState, reason: FinishReason = FinishReason.ABORTED, error: ShoalError | None = None
@@ -221,21 +254,37 @@ class StepLoop:
         decoded = self._count_new(plan)
         sampled = self._sample(plan, output)
         end = self.clock()
-        prefill = self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
+        self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
         self.failures = 0
         self.steps += 1
         ms = (self.clock() - begin) * 1e3
         prefill, execute_ms = plan.num_tokens - decoded, (executed - started) * 1e3
         record = StepRecord(plan.step, len(plan.sequences), prefill, decoded * plan.chain, ms, execute_ms)
-        for listener in self.on_step:
-            listener(record)
+        self._tell_listeners(record)
         self._deliver()  # last: whoever hears of an end has the records of all its steps
         return record
 
+    def _tell_listeners(self, record: StepRecord) -> None:
+        for listener in tuple(self.on_step):
+            try:
+                listener(record)
+            except Exception:
+                log.exception("a listener of steps raised and is told no more")
+                with contextlib.suppress(ValueError):
+                    self.on_step.remove(listener)
+
     def start_step(self) -> None:
-        """Let those who handle events do so: all are out, the device is about to compute. Who gives False is done."""
+        """Let those who handle events do so: all are out, the device is about to compute.
+
+        A callback that gives False is called no more, and so is one that raises.
+        """
         for call in tuple(self.step_starters):
-            if not call():
+            try:
+                wanted = call()
+            except Exception:
+                log.exception("a callback at the start of a step raised and is called no more")
+                wanted = False
+            if not wanted:
                 with contextlib.suppress(ValueError):  # the end of an engine is told from another thread
                     self.step_starters.remove(call)
 
@@ -250,7 +299,7 @@ class StepLoop:
 
     def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
         """Let the masks of the rows this pass gives be filled while the device computes."""
-        samplers = [self._states[item.seq_id].sampler for item in plan.sequences if item.want is Want.LOGITS]
+        samplers = [state.sampler for item in plan.sequences if (state := self._chooses(item)) is not None]
         constraints = [sampler.constraint for sampler in samplers if sampler.constraint is not None]
         grammars = self.inputs.grammars
         return grammars.begin_fill(constraints) if constraints and grammars is not None else None
@@ -260,6 +309,7 @@ class StepLoop:
         error = cause if isinstance(cause, ShoalError) else RunnerError(f"the forward pass failed: {cause}")
         if error is not cause:
             error.__cause__ = cause
+        log.error("step %d failed, with %d requests in it", plan.step, len(plan.sequences), exc_info=cause)
         self.scheduler.fail(plan, error)
         self._release()
         self._deliver()
@@ -285,8 +335,9 @@ class StepLoop:
             sampled[seq_id] = (token,)
         if output.logits is None:
             return sampled
-        rows = [self._states[item.seq_id] for item in plan.sequences if item.want is Want.LOGITS]
-        chosen, logprobs = sample(output.logits, [state.sampler for state in rows])
+        last, rows = self._score(plan, output.logits)
+        logits = output.logits if len(last) == len(output.logits) else output.logits[last]
+        chosen, logprobs = sample(logits, [state.sampler for state in rows])
         for state, token, logprob in zip(rows, chosen.tolist(), logprobs, strict=True):
             seq_id = state.seq.seq_id
             if token == INVALID_TOKEN:
@@ -297,6 +348,28 @@ class StepLoop:
             if logprob is not None:
                 state.pending_logprobs.append(logprob)
         return sampled
+
+    def _chooses(self, item: ScheduledSequence) -> RequestState | None:
+        """The request whose next token the last row of a sequence gives, if it gives one: a scored prompt goes on."""
+        state = self._states[item.seq_id]
+        seq = state.seq
+        whole = item.start + len(item.tokens) == len(seq.tokens) and seq.max_tokens > 0
+        return state if item.want is Want.LOGITS and whole else None
+
+    def _score(self, plan: StepPlan, logits: NDArray[np.float32]) -> tuple[list[int], list[RequestState]]:
+        """Take the log-probabilities of prompts; gives the rows that choose a token, and for whom."""
+        last, states, at = [], [], 0
+        for item in plan.sequences:
+            if item.want is not Want.LOGITS:
+                continue
+            state = self._states[item.seq_id]
+            rows, at = logits[at : at + item.rows], at + item.rows
+            if state.seq.scoring and not _take_scores(state, item, rows):
+                self._reject(state)
+            elif self._chooses(item) is not None:
+                last.append(at - 1)
+                states.append(state)
+        return last, states
 
     def _reject(self, state: RequestState) -> None:
         """End a request whose row left no token to choose, alone."""
@@ -312,8 +385,7 @@ class StepLoop:
         self.scheduler.fail_sequence(seq_id, _not_finite())
 
     def _deliver(self) -> None:
-        progress = self.scheduler.take_progress()
-        if progress:
+        while progress := self.scheduler.take_progress():  # telling may end a request, whose end is told next
             now = self.clock()
             for item in progress:
                 self._tell(item, now)
@@ -330,13 +402,24 @@ class StepLoop:
             logprobs = tuple(state.pending_logprobs[: len(item.tokens)])  # a stop token's is not part of the output
             state.logprobs += logprobs
             state.pending_logprobs.clear()
-        result = None
+        result, scored = None, () if state.told else tuple(state.prompt_logprobs)
+        state.told = True
         if item.finish is not None:
             del self._states[item.seq.seq_id]
             self._count(state)
             self._ends.append(now)
             result = state.result(now, item.finish, item.error)
-        state.sink(Event(state.request_id, item.tokens, item.text, logprobs, result))
+        try:
+            state.sink(Event(state.request_id, item.tokens, item.text, logprobs, result, scored))
+        except Exception as error:  # noqa: BLE001 - a caller's own fault: only its own request is to pay for it
+            self._end_broken(state, error)
+
+    def _end_broken(self, state: RequestState, cause: Exception) -> None:
+        """A request's sink raised: end that request, if it has not ended."""
+        log.error("the sink of request %r raised", state.request_id, exc_info=cause)
+        error = CallbackError(f"the sink of request {state.request_id!r} raised {cause!r}", hint="mend the sink")
+        error.__cause__ = cause
+        self.scheduler.abort(state.seq.seq_id, FinishReason.ERROR, error)
 
     def _count(self, state: RequestState) -> None:
         seq = state.seq
@@ -372,6 +455,33 @@ class StepLoop:
             checkpoint_bytes=spec.num_checkpoints * spec.checkpoint_bytes,
             peak_bytes=self.runner.peak_bytes,
         )
+
+
+def _taken_up(
+    written: tuple[int, ...], checker: StopChecker, sampler: SamplerState
+) -> tuple[tuple[int, ...], list[str], FinishReason | None]:
+    """Bring `checker` and `sampler` to where they were after `written`.
+
+    Gives the tokens that are output, the text of each, and why the request had ended with them (None: it goes on).
+    """
+    text: list[str] = []
+    for count, token in enumerate(written):
+        verdict = checker.push(token)
+        text.append(verdict.text)
+        if verdict.is_output:
+            sampler.accept(token)
+        if verdict.reason is not None:
+            return written[: count + verdict.is_output], text, verdict.reason
+    return written, text, None
+
+
+def _take_scores(state: RequestState, item: ScheduledSequence, rows: NDArray[np.float32]) -> bool:
+    """Note what `rows`, after the last tokens fed, say of the prompt tokens behind; False when they are not finite."""
+    seq, end = state.seq, item.start + len(item.tokens)
+    behind = seq.tokens[end - item.rows + 1 : min(end + 1, seq.prompt_len)]
+    scores = score(rows[: len(behind)], behind, state.prepared.sampling.prompt_logprobs or 0)
+    state.prompt_logprobs += scores
+    return len(scores) == len(behind)
 
 
 def _not_finite() -> RunnerError:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from shoal.errors import ShoalError
-
 T = TypeVar("T")
 
 
@@ -24,13 +22,13 @@ class Mailbox:
         self._commands.put(command)
 
     def ask(self, function: Callable[[], T]) -> Future[T]:
-        """Leave a function whose result, or the `ShoalError` it raises, comes in the future."""
+        """Leave a function whose result, or what it raises, comes in the future."""
         done: Future[T] = Future()
 
         def run() -> None:
             try:
                 done.set_result(function())
-            except ShoalError as error:
+            except Exception as error:  # noqa: BLE001 - it belongs to who asked, not to the owner's thread
                 done.set_exception(error)
 
         self._commands.put(run)

@@ -23,8 +23,8 @@ from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepPlan, Wa
 from shoal.types import FinishReason, Namespace, SamplingParams
 
 _SEQUENCE_FIELDS = (
-    "arrival", "deadline", "greedy", "group", "max_tokens", "path", "prefill_only", "prompt_len", "rank", "seq_id",
-    "timeout", "tokens", "top",
+    "arrival", "deadline", "greedy", "group", "max_tokens", "path", "prefill_only", "prompt_len", "rank", "scored",
+    "seq_id", "timeout", "tokens", "top",
 )  # fmt: skip
 
 
@@ -72,13 +72,12 @@ class RecordingScheduler(Scheduler):
         self._write("schedule", now=now, plan=None if plan is None else dataclasses.asdict(plan))
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> int:
+    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> None:
         """Do and log what was sampled and what the stop rules said to it."""
         self._verdicts.clear()
-        prompt_tokens = super().commit(plan, sampled, now, ms)
+        super().commit(plan, sampled, now, ms)
         tokens = {str(seq_id): list(chosen) for seq_id, chosen in sampled.items()}
         self._write("commit", sampled=tokens, now=now, ms=ms, verdicts=list(self._verdicts))
-        return prompt_tokens
 
     def fail_sequence(self, seq_id: SeqId, error: ShoalError) -> None:
         """Log and do."""
@@ -215,10 +214,11 @@ class _Replay:
 
     def _add(self, entry: Mapping[str, Any]) -> None:
         fields = {name: entry[name] for name in _SEQUENCE_FIELDS}
-        seq_id, tokens = fields.pop("seq_id"), fields.pop("tokens")
+        seq_id, tokens, scored = fields.pop("seq_id"), fields.pop("tokens"), fields.pop("scored")
         script: list[Verdict] = []
         namespace = Namespace(**entry["namespace"])
         seq = Sequence(seq_id, tokens, checker=_ScriptedChecker(script), namespace=namespace, **fields)
+        seq.scored = scored
         self._scripts[seq_id] = script
         self._sequences[seq_id] = seq
         self._scheduler.add(seq)
@@ -255,6 +255,7 @@ def _plan(fields: Mapping[str, Any]) -> StepPlan:
             item["load"],
             item["save"],
             item.get("top", 0),
+            item.get("rows", 1),
         )
         for item in fields["sequences"]
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.aio import AsyncFace
+from shoal.engine.inputs import refuse_arrival
 from shoal.errors import (
     BackendError,
     EngineClosedError,
@@ -35,6 +37,8 @@ _TIERS = {Priority.HIGH: "priority", Priority.LOW: "flex"}
 _STANDARD = ("presence_penalty", "frequency_penalty", "top_p")
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
 _KNOWN = ("shoal", "vllm")  # who owns the models of servers that know `_EXTENSIONS`, token ids and all of `_STRUCTURE`
+_MAX_LINE = 16 * 2**20  # bytes of one event
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _STRUCTURE = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
 
@@ -94,22 +98,30 @@ class RemoteEngine(AsyncFace):
         """Events of one request as they come; the last has the result. Raises as `AsyncEngine.generate`."""
         if self._closed:
             raise EngineClosedError("the engine is closed", hint="make it again")
+        refuse_arrival(request)
         if self._spec is None:
             await self._describe()
         seed = request.sampling.seed
         seed = self._seeds.getrandbits(31) if seed is None else seed  # some servers take no more bits
         schema = request.sampling.json_schema is not None
         answer = _Answer(request.id or f"remote-{seed:x}", seed, is_json=schema and not self._extensions)
+        until = None if request.deadline_s is None else asyncio.get_running_loop().time() + request.deadline_s
         try:
-            async with asyncio.timeout(request.deadline_s):
+            async with asyncio.timeout_at(until):
                 response = await self._send(request, seed)
-                try:
-                    async for line in response.aiter_lines():
-                        event = answer.take(line)
-                        if event is not None:
-                            yield event
-                finally:
-                    await response.aclose()
+            try:
+                lines = self._lines(response)
+                while True:
+                    # Around the waiting alone: around the yield it would cancel whoever reads this.
+                    async with asyncio.timeout_at(until):
+                        line = await anext(lines, None)
+                    if line is None:
+                        break
+                    event = answer.take(line)
+                    if event is not None:
+                        yield event
+            finally:
+                await response.aclose()
         except TimeoutError:
             yield answer.end(FinishReason.TIMEOUT)
             return
@@ -141,6 +153,24 @@ class RemoteEngine(AsyncFace):
             if not self._tells_usage or not refuses_usage:
                 raise _error(response, request.sampling)
             self._tells_usage = False
+
+    async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
+        """Lines of server-sent events: they end in CR, LF or both, and not at the other separators that texts hold."""
+        held: list[bytes] = []
+        size = 0
+        async for piece in response.aiter_bytes():
+            held.append(piece)
+            size += len(piece)
+            if size > _MAX_LINE:
+                raise self._httpx.RemoteProtocolError(f"a line is longer than {_MAX_LINE} bytes")
+            if b"\n" not in piece and b"\r" not in piece:
+                continue
+            # A CR that comes last may be half of a line's end: it waits for what follows.
+            *lines, rest = _LINE_END.split(b"".join(held))
+            held, size = [rest], len(rest)
+            for line in lines:
+                yield line.decode("utf-8", "replace")
+        yield b"".join(held).decode("utf-8", "replace")
 
     async def close(self) -> None:
         """Drop the connections. Idempotent."""
@@ -249,9 +279,11 @@ class _Answer:
         try:
             document = json.loads(data)
         except ValueError:
-            document = {"error": f"the server sent what is not JSON: {data[:200]}"}
-        if "error" in document:
-            told = document["error"]
+            document = None
+        if not isinstance(document, dict):
+            document = {"error": f"the server sent what is not a JSON object: {data[:200]}"}
+        told = document.get("error")
+        if told is not None:
             self._error = RunnerError(str(told.get("message", told) if isinstance(told, dict) else told))
             return None
         self._usage = document.get("usage") or self._usage

@@ -1,68 +1,87 @@
-"""Requests in flight and pinned prefixes on disk: arrays in safetensors, the rest in JSON, nothing that executes.
+"""Requests in flight and pinned prefixes on disk, in one safetensors file: arrays, JSON, nothing that executes.
 
-The directory holds `state.json`, which names the file of its arrays. KV is not written: it is computed
-again on restore, which gives the same tokens and fits any machine.
+Token ids are the file's arrays, everything else is the JSON text `state` of its metadata. KV is not written: it is
+computed again on restore, which gives the same tokens and fits any machine. What people asked their models is private:
+the file can be read by its owner only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import secrets
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_safetensors
 
 from shoal.engine.inputs import PreparedRequest
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import Output, RequestState, StepLoop
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
-from shoal.types import Namespace, Priority, Request, SamplingParams
+from shoal.types import Namespace, Priority, Request, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
 
-_VERSION = 1
+_VERSION = 2
+_FILE = "state.safetensors"
+_OLD = "state.json"  # what version 1 wrote
+
+Arrays = dict[str, NDArray[np.int32]]
 
 
 def save(loop: StepLoop, path: Path) -> None:
-    """Write the loop's requests and pinned prefixes to directory `path`; an earlier state there is replaced whole."""
+    """Write the loop's requests and pinned prefixes to directory `path`; an earlier state there is replaced whole.
+
+    A prefill that is under way is saved as the prefix it will be.
+    """
     now = loop.clock()
-    arrays: dict[str, np.ndarray[Any, np.dtype[np.int32]]] = {}
-    requests = [_describe(state, now, i, arrays) for i, state in enumerate(loop.states)]
-    prefixes = []
-    for i, (tokens, namespace) in enumerate(loop.prefixes.values()):
+    arrays: Arrays = {}
+    writing = [state for state in loop.states if not state.seq.prefill_only]
+    requests = [_describe(state, now, i, arrays) for i, state in enumerate(writing)]
+    prefixes = list(loop.prefixes.values())
+    prefixes += [(s.prepared.tokens, s.seq.namespace) for s in loop.states if s.seq.prefill_only]
+    for i, (tokens, _) in enumerate(prefixes):
         arrays[f"prefix.{i}"] = np.array(tokens, np.int32)
-        prefixes.append(dataclasses.asdict(namespace))
-    name = f"tokens-{secrets.token_hex(4)}.safetensors"
     spec = loop.runner.spec
     document = {
         "version": _VERSION,
         "model": {"name": spec.name, "architecture": spec.architecture, "vocab_size": spec.vocab_size},
-        "arrays": name,
         "requests": requests,
-        "prefixes": prefixes,
+        "prefixes": [dataclasses.asdict(namespace) for _, namespace in prefixes],
     }
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        save_file(arrays, path / name)
-        temporary = path / f"{name}.json"
-        temporary.write_text(json.dumps(document, indent=1))
-        temporary.replace(path / "state.json")
-        for old in path.glob("tokens-*"):
-            if old.name != name:
-                old.unlink()
+        _write(path, to_safetensors(arrays, {"state": json.dumps(document)}))
     except (OSError, SafetensorError) as error:
         raise StoreError(f"the state cannot be written: {error}", value=str(path), hint="give another path") from error
 
 
-def _describe(state: RequestState, now: float, i: int, arrays: dict[str, Any]) -> dict[str, Any]:
-    request, seq = state.prepared.request, state.seq
+def _write(path: Path, data: bytes) -> None:
+    """Put the state in place whole: whoever reads, and a power cut, sees the old one or the new one."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, temporary = tempfile.mkstemp(dir=path, prefix=f".{_FILE}.")  # readable by its owner only
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path / _FILE)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def _describe(state: RequestState, now: float, i: int, arrays: Arrays) -> dict[str, Any]:
+    request, output = state.prepared.request, state.output()
     arrays[f"prompt.{i}"] = np.array(state.prepared.tokens, np.int32)
-    arrays[f"output.{i}"] = np.array(seq.tokens[seq.prompt_len :], np.int32)
+    arrays[f"output.{i}"] = np.array(output.tokens, np.int32)
     return {
         "id": state.request_id,
         "sampling": dataclasses.asdict(state.prepared.sampling),
@@ -73,14 +92,15 @@ def _describe(state: RequestState, now: float, i: int, arrays: dict[str, Any]) -
         "group": request.group,
         "namespace": dataclasses.asdict(request.namespace),
         "critical_path": request.critical_path,
+        "logprobs": [dataclasses.astuple(entry) for entry in output.logprobs],
     }
 
 
 def restore(engine: Engine, path: Path) -> None:
     """Pin the saved prefixes and let the saved requests go on in `engine`.
 
-    Raises `StoreError` when the state cannot be read, `ModelFormatError` when it is broken, `UnsupportedModelError`
-    when it belongs to another model.
+    Raises `StoreError` when the state cannot be read, `ModelFormatError` when it is broken or of another version,
+    `UnsupportedModelError` when it belongs to another model.
     """
     document, arrays = _read(path)
     try:
@@ -89,32 +109,39 @@ def restore(engine: Engine, path: Path) -> None:
             tokens = arrays[f"prefix.{i}"].tolist()
             engine.restored_prefixes.append(engine.cache_prefix(tokens, namespace=Namespace(**namespace)))
         for i, saved in enumerate(document["requests"]):
-            written = tuple(arrays[f"output.{i}"].tolist())
-            prepared = _admissible(engine, saved, arrays[f"prompt.{i}"].tolist())
-            engine.restored_handles.append(engine.resume_request(prepared, written))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelFormatError(
-            f"the state in {path} is broken: {error}", value=str(path), hint="save it again"
-        ) from error
+            logprobs = tuple(TokenLogprob(t, p, tuple((i, q) for i, q in top)) for t, p, top in saved["logprobs"])
+            before = Output(tuple(arrays[f"output.{i}"].tolist()), logprobs)
+            prepared = _prepared(engine, saved, arrays[f"prompt.{i}"].tolist())
+            engine.restored_handles.append(engine.resume_request(prepared, before))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _broken(path, error) from error
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(path: Path) -> tuple[dict[str, Any], Arrays]:
+    if (path / _OLD).exists() and not (path / _FILE).exists():
+        raise _of_version(1)
     try:
-        document = json.loads((path / "state.json").read_text())
-        arrays = load_file(path / str(document["arrays"]))
+        with safe_open(path / _FILE, "numpy") as file:
+            document = json.loads(file.metadata()["state"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except OSError as error:
         raise StoreError(
             f"no state can be read: {error}", value=str(path), hint="give what Engine.save wrote"
         ) from error
     except (ValueError, SafetensorError, KeyError, TypeError) as error:
-        raise ModelFormatError(
-            f"the state in {path} is broken: {error}", value=str(path), hint="save it again"
-        ) from error
+        raise _broken(path, error) from error
     if document.get("version") != _VERSION:
-        raise ModelFormatError(
-            f"the state has version {document.get('version')!r}", value=document.get("version"), limit=_VERSION
-        )
+        raise _of_version(document.get("version"))
     return document, arrays
+
+
+def _broken(path: Path, error: Exception) -> ModelFormatError:
+    return ModelFormatError(f"the state in {path} is broken: {error}", value=str(path), hint="save it again")
+
+
+def _of_version(version: object) -> ModelFormatError:
+    message = f"the state has version {version!r} and this release reads version {_VERSION}"
+    return ModelFormatError(message, value=version, limit=_VERSION, hint="save it again with this release")
 
 
 def _check_model(engine: Engine, model: Mapping[str, Any], path: Path) -> None:
@@ -128,7 +155,7 @@ def _check_model(engine: Engine, model: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _admissible(engine: Engine, saved: Mapping[str, Any], tokens: list[int]) -> PreparedRequest:
+def _prepared(engine: Engine, saved: Mapping[str, Any], tokens: list[int]) -> PreparedRequest:
     sampling = dict(saved["sampling"])
     sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
     request = Request(
@@ -140,6 +167,6 @@ def _admissible(engine: Engine, saved: Mapping[str, Any], tokens: list[int]) -> 
         timeout_s=saved["timeout_s"],
         group=saved["group"],
         namespace=Namespace(**saved["namespace"]),
-        critical_path=saved.get("critical_path", 0),
+        critical_path=saved["critical_path"],
     )
     return dataclasses.replace(engine.inputs.prepare(request), seed=int(saved["seed"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +14,15 @@ if TYPE_CHECKING:
     from shoal.power.governor import Governor
 
 
+log = logging.getLogger("shoal.engine")
+
+
 class Watchdog:
     """A small thread that calls `on_hang` once when a pass takes longer than `limit_s`: its callers must not hang too.
 
-    `began` is when the pass that runs now began, on the monotonic clock, and None between passes.
+    `began` is when the pass that runs now began, on the monotonic clock, and None between passes. What counts is the
+    time in which this process ran: when it is stopped (Ctrl-Z, a paused container, a debugger, a laptop that sleeps),
+    this thread stops with it, and a gap between two of its looks counts as two of them at most.
     """
 
     def __init__(self, limit_s: float, on_hang: Callable[[RunnerError], None], governor: Governor | None) -> None:
@@ -24,6 +30,7 @@ class Watchdog:
         self._limit_s = limit_s
         self._on_hang = on_hang
         self._governor = governor
+        self._complained = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shoal-watchdog", daemon=True)
 
@@ -41,15 +48,32 @@ class Watchdog:
         often_s = min(self._limit_s / 4, 1.0)
         if self._governor is not None:
             often_s = min(often_s, self._governor.policy.sample_s)
+        watched: float | None = None  # the pass that was looked at last, and for how long it has been
+        running_s, looked = 0.0, time.monotonic()
         while not self._stopped.wait(often_s):
-            if self._governor is not None:
-                self._governor.sample()
+            now = time.monotonic()
+            since_s, looked = min(now - looked, 2 * often_s), now
+            self._sample()
             began = self.began
-            if began is not None and time.monotonic() - began >= self._limit_s:
-                self._on_hang(self._error(began))
+            if began is None:
+                watched = None
+                continue
+            running_s = min(since_s, now - began) if began != watched else running_s + since_s
+            watched = began
+            if running_s >= self._limit_s:
+                message = f"a forward pass has not returned for {self._limit_s:g} s"
+                log.error("%s: the engine ends every request and closes", message)
+                self._on_hang(RunnerError(message, value=running_s, limit=self._limit_s, hint="load the engine again"))
                 return
 
-    def _error(self, began: float) -> RunnerError:
-        message = f"a forward pass has not returned for {self._limit_s:g} s"
-        elapsed = time.monotonic() - began
-        return RunnerError(message, value=elapsed, limit=self._limit_s, hint="load the engine again")
+    def _sample(self) -> None:
+        """Let the governor read its sensors. A fault in it is logged once; the watch goes on."""
+        if self._governor is None:
+            return
+        try:
+            self._governor.sample()
+            self._complained = False
+        except Exception:
+            if not self._complained:
+                self._complained = True
+                log.exception("the governor could not sample")

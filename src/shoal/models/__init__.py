@@ -30,12 +30,14 @@ def load_model_files(name: str = DEFAULT_MODEL, *, pull: bool = True) -> ModelFi
 def load_tokenizer(files: ModelFiles, gguf: GgufModel | None = None) -> Tokenizer:
     """The tokenizer of `files`, its chat template as `.chat_template`.
 
-    A caller that has parsed the GGUF already hands it in as `gguf` and saves the second parse. Raises
-    `ModelFormatError` or `UnsupportedModelError`.
+    A caller that has parsed the GGUF already hands it in as `gguf` and saves the second parse. A GGUF may hold a
+    vocabulary only, or a model that nothing here runs. Raises `ModelFormatError` or `UnsupportedModelError`.
     """
-    from shoal.models.gguf import read_gguf
-    from shoal.models.tokenizer import tokenizer_from_directory, tokenizer_from_gguf
+    from shoal.models.gguf import read_metadata
+    from shoal.models.tokenizer_json import tokenizer_from_directory
+    from shoal.models.vocabulary import tokenizer_from_metadata
 
     if files.kind == "gguf":
-        return tokenizer_from_gguf(gguf if gguf is not None else read_gguf(files.path))
+        metadata = gguf.metadata if gguf is not None else read_metadata(files.path)
+        return tokenizer_from_metadata(metadata, files.path)
     return tokenizer_from_directory(files.path)

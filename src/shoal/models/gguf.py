@@ -196,6 +196,14 @@ def read_gguf(path: Path | str) -> GgufModel:
     return _describe(path, metadata, tensors)
 
 
+def read_metadata(path: Path | str) -> Mapping[str, Value]:
+    """Only the metadata of the file at `path`, whatever its model is. Raises `ModelFormatError` as `read_gguf`."""
+    path = Path(path)
+    parser = _Parser(path, _map(path))
+    _read_header(parser)
+    return MappingProxyType(_read_metadata(parser))
+
+
 def _map(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
@@ -276,13 +284,11 @@ class _Keys:
         self.path, self.architecture, self.metadata = path, architecture, metadata
 
     def get(self, key: str) -> float | int | None:
-        """The number under `key`, or None. An array of one repeated value (one per layer) counts as that value."""
+        """The number under `key`, or None. Of an array (one number a layer) the largest: families read the array."""
         full = f"{self.architecture}.{key}"
         value = self.metadata.get(full)
         if isinstance(value, np.ndarray) and value.size:
-            if (value != value[0]).any():
-                raise UnsupportedModelError(f"{self.path}: {full} differs between layers", value=full)
-            value = value[0].item()
+            value = value.max().item()
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
@@ -327,7 +333,7 @@ def _describe(path: Path, metadata: dict[str, Value], tensors: dict[str, GgufTen
         n_kv_heads=keys.positive("attention.head_count_kv", n_heads),
         head_dim=head_dim,
         n_embd=n_embd,
-        n_ff=keys.positive("feed_forward_length"),
+        n_ff=keys.positive("feed_forward_length", 1),
         vocab_size=_vocab_size(keys, tensors, n_embd),
         context_length=keys.positive("context_length"),
         rope_theta=float(keys.get("rope.freq_base") or 10000.0),

@@ -1,6 +1,8 @@
-"""The Jinja environment chat templates run in: the immutable sandbox, what they expect of it, and a budget.
+"""The Jinja environment chat templates run in: the immutable sandbox, what they expect of it, a budget, and tracing.
 
-Imported with the first template that is rendered: Jinja is not needed to serve plain prompts.
+Every way in which a template makes one string of others goes through this environment, and keeps track of what is
+content and what the template's own (`Traced`). Imported with the first template that is rendered: Jinja is not needed
+to serve plain prompts.
 """
 
 from __future__ import annotations
@@ -8,14 +10,19 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import nodes, pass_environment
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from markupsafe import Markup
+
+from shoal.models.traced import Traced, derived, formatted, holds_content, joined, plain, shown
 
 _MAX_NUMBER = 1 << 256
 
@@ -41,10 +48,13 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, max_steps: int, max_chars: int) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation])
+        extensions = [LoopControlExtension, _Generation]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=shown)
         self.max_steps, self.max_chars = max_steps, max_chars
         self.local = threading.local()
         self.filters["tojson"] = _tojson
+        self.filters |= {"replace": _replace, "join": _join, "format": _format}
+        self.filters = {name: _traced_filter(function) for name, function in self.filters.items()}
         del self.globals["lipsum"]  # filler text without end
 
     def start(self) -> None:
@@ -60,15 +70,15 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
     def concat_checked(self, *parts: object) -> str:
         """The operator `~`."""
-        texts = [str(part) for part in parts]
+        texts = list(map(shown, parts))
         self._check_size(sum(map(len, texts)))
-        return "".join(texts)
+        return joined(texts)
 
     def concat(self, parts: Iterable[str]) -> str:
         """How compiled templates build the text of macros and of block sets."""
         parts = list(parts)
         self._check_size(sum(map(len, parts)))
-        return "".join(parts)
+        return joined(parts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The operators of `intercepted_binops`."""
@@ -84,7 +94,31 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         limit = 1024 if operator == "**" else _MAX_NUMBER
         if any(abs(x) > limit for x in numbers):
             raise SecurityError(f"a number too large for {operator}")
-        return super().call_binop(context, operator, left, right)
+        if operator == "%" and isinstance(left, str) and not isinstance(left, Markup):
+            pattern = plain(left)
+            if isinstance(right, tuple):
+                return formatted(lambda *args: pattern % args, left, right, {})
+            return formatted(pattern.__mod__, left, (right,), {})
+        return derived(super().call_binop(context, operator, left, right), (left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call a function or a method."""
+        owner = getattr(__obj, "__self__", None)
+        if type(owner) is str and holds_content(args):
+            __obj = getattr(Traced(owner), __obj.__name__)
+        result = super().call(__context, __obj, *args, **kwargs)
+        if owner is not None and not isinstance(owner, str):  # of a list or an object: what it held already
+            return result
+        return derived(result, (owner, *args, *kwargs.values()))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`format` and `format_map` of a string, or None for anything else."""
+        owner = getattr(value, "__self__", None)
+        if not isinstance(owner, str) or getattr(value, "__name__", "") != "format":
+            return super().wrap_str_format(value)
+        form = super().wrap_str_format(plain(owner).format if isinstance(owner, Traced) else value)
+        assert form is not None
+        return lambda *args, **kwargs: formatted(form, owner, args, kwargs)
 
     def _check_size(self, size: int) -> None:
         if size > self.max_chars:
@@ -112,6 +146,33 @@ def _replace_concats(node: nodes.Node) -> None:
 
 def _as_call(concat: nodes.Concat) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute("concat_checked"), list(concat.nodes), [], None, None)
+
+
+def _traced_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter `function`, which knows nothing of tracing, with what it makes of content marked as such."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # what precedes the value: a context or environment
+
+    @wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return derived(function(*args, **kwargs), (*args[first:], *kwargs.values()))
+
+    return traced
+
+
+def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
+    return joined([str(value)]).replace(str(old), str(new), -1 if count is None else count)
+
+
+@pass_environment
+def _format(environment: BudgetedEnvironment, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return environment.call_binop(None, "%", value, kwargs or args)
+
+
+@pass_environment
+def _join(environment: Any, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
+    if attribute is not None:
+        value = map(make_attrgetter(environment, attribute), value)
+    return joined([str(d)]).join(map(shown, value))
 
 
 def _tojson(

@@ -10,6 +10,7 @@ texts that grow), so a template from a source you do not trust still deserves a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -17,6 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import InvalidRequestError
+from shoal.models.traced import Traced, as_content, joined
 from shoal.types import Message
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ MAX_CHARS = 32_000_000
 # What an expression of a template can raise, beside Jinja's own errors: it computes with data of unknown types.
 _EXPRESSION_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _MARK = "shoal-probe-text"
+_ROLE = re.compile(r"[\w.-]{1,64}")
 
 
 def _refused(message: str, value: object = None, limit: object = None, hint: str | None = None) -> InvalidRequestError:
@@ -48,9 +51,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
-    ) -> str:
+    ) -> Traced:
         """The prompt for `messages`, by default up to where the assistant's next message begins.
 
+        The text is `Traced`: it knows which of its characters came out of messages, tools and variables, and
+        `Tokenizer.encode_chat` takes control tokens from none of those.
         Content may be a string, a list of text parts (joined by newlines where the template takes only strings), or
         null beside tool calls. `variables` are handed to the template as they are (`enable_thinking=False`).
         Raises `InvalidRequestError` with param "messages" for malformed messages, a missing or broken template,
@@ -61,7 +66,11 @@ class ChatTemplate:
             raise _refused("there are no messages", hint="give at least one")
         if any(isinstance(message["content"], list) for message in clean) or not self._takes[0]:
             clean = [self._fit(message) for message in clean]
-        inputs = {"tools": list(tools) if tools else None, "documents": None, **variables}
+        try:
+            clean = [{key: as_content(x) if key != "role" else x for key, x in message.items()} for message in clean]
+            inputs = as_content({"tools": list(tools) if tools else None, "documents": None, **variables})
+        except RecursionError as error:
+            raise _refused("the messages or tools are nested too deeply") from error
         return self._run(clean, add_generation_prompt=add_generation_prompt, **inputs)
 
     def _check(self, message: object, index: int) -> dict[str, Any]:
@@ -69,8 +78,9 @@ class ChatTemplate:
         if not isinstance(message, Mapping):
             raise _refused(f"message {index} is a {type(message).__name__}", message, hint="it must be an object")
         role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise _refused(f"message {index} has role {role!r}", role, hint="give each message a role")
+        if not isinstance(role, str) or not _ROLE.fullmatch(role):  # templates write control tokens around it
+            hint = "give each message a role of letters, digits, '.', '_' and '-'"
+            raise _refused(f"message {index} has role {role!r:.80}", role, hint=hint)
         clean = dict(message)
         calls = clean.get("tool_calls")
         if calls:
@@ -125,7 +135,7 @@ class ChatTemplate:
         template.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         return template
 
-    def _run(self, messages: list[dict[str, Any]], **inputs: Any) -> str:
+    def _run(self, messages: list[dict[str, Any]], **inputs: Any) -> Traced:
         from jinja2 import TemplateError
 
         template = self._compiled
@@ -143,7 +153,7 @@ class ChatTemplate:
             raise _refused(
                 f"the chat template refused the messages ({what})", hint="check the roles and their order"
             ) from error
-        return "".join(pieces)
+        return joined(pieces)
 
 
 def _part(part: object, index: int) -> dict[str, Any]:

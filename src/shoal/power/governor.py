@@ -9,6 +9,7 @@ with Engine.load("smollm2-135m", governor=Governor()) as engine:
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -17,9 +18,11 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from shoal.errors import ConfigError, PowerLimitError, SensorError
+from shoal.errors import ConfigError, PowerLimitError
 from shoal.power.readings import Level, Reading, Sensor, Unit, level_of
 from shoal.power.sensors import find_sensors
+
+log = logging.getLogger("shoal.power")
 
 _KEPT = 1000  # decisions in memory; listeners hear of all
 _BUDGET = "energy budget"
@@ -187,7 +190,7 @@ class Governor:
             return tuple(self._decisions)
 
     def listen(self, listener: Callable[[Decision], object]) -> None:
-        """Call `listener` with every decision from here on, on whichever thread. It must neither block nor raise."""
+        """Call `listener` with every decision from here on, on whichever thread. It must not block."""
         with self._kept_lock:
             self._listeners = [*self._listeners, listener]
 
@@ -219,7 +222,10 @@ class Governor:
             self._decisions.append(decision)
             listeners = self._listeners
         for listener in listeners:
-            listener(decision)
+            try:
+                listener(decision)
+            except Exception:
+                log.exception("a listener of the governor's decisions raised")
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
@@ -240,7 +246,7 @@ class Governor:
     def _read(self, sensor: Sensor) -> Reading | None:
         try:
             reading = sensor.read()
-        except SensorError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a sensor raises, it cannot be read
             if sensor.name not in self._blind:
                 self._blind.add(sensor.name)
                 self._decide(Action.BLIND, str(error))

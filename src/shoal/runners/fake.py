@@ -45,6 +45,7 @@ class FakeRunner:
         context_length: int = 4096,
         max_chain: int = 4,
         max_top: int = 64,
+        max_rows: int = 16,
         copies_blocks: bool = True,
         splits_decode: bool = False,
         checkpoints: int = 0,
@@ -65,6 +66,7 @@ class FakeRunner:
             weight_bytes=0,
             max_chain=max_chain,
             max_top=max_top,
+            max_rows=max_rows,
             copies_blocks=copies_blocks,
             exact=True,
             splits_decode=splits_decode,
@@ -104,6 +106,9 @@ class FakeRunner:
         rows: list[NDArray[np.float32]] = []
         top: dict[SeqId, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         for item in plan.sequences:
+            if not 1 <= item.rows <= min(len(item.tokens), self.spec.max_rows):
+                raise RunnerError(f"sequence {item.seq_id} wants {item.rows} rows", value=item.rows)
+            rows += self._earlier_rows(item)
             logits = self._feed(item, item.tokens, item.start, item.generated)
             if item.save is not None:
                 if item.want is not Want.NOTHING:
@@ -117,6 +122,19 @@ class FakeRunner:
                 best = np.sort(np.argsort(-logits, kind="stable")[: item.top if np.isfinite(logits[0]) else 0])
                 top[item.seq_id] = best, logits[best]
         return StepOutput(argmax, np.stack(rows) if rows else None, top)
+
+    def _earlier_rows(self, item: ScheduledSequence) -> list[NDArray[np.float32]]:
+        """The logits after all but the last of the tokens that rows are wanted of; the same as if fed in pieces."""
+        tokens, state = item.tokens, self._state.get(item.seq_id)
+        earlier = []
+        for count in range(len(tokens) - item.rows + 1, len(tokens)):
+            if state is not None:
+                self._state[item.seq_id] = state
+            fed = tokens[:count]
+            earlier.append(self._feed(item, fed, item.start, max(0, item.generated - (len(tokens) - count))))
+        if state is not None:
+            self._state[item.seq_id] = state
+        return earlier
 
     def _chain(self, item: ScheduledSequence, logits: NDArray[np.float32], chain: int) -> tuple[int, ...]:
         if chain > 1 and len(item.tokens) != 1:

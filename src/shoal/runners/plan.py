@@ -39,7 +39,8 @@ class ScheduledSequence:
     are there already. The table covers every fed position (and the chained ones) and may be longer. A table that
     did not change since an earlier step is the same object, so a runner may cache what it derives from it. The last
     `generated` of the tokens are output of the sequence, the ones before are its prompt. `top` counts for TOP
-    only.
+    only. With LOGITS and, unchained, with ARGMAX, `rows` asks for those after each of the last `rows` tokens fed,
+    1 <= rows <= len(tokens), at most ModelSpec.max_rows.
 
     Of a model with recurrent state, KV blocks are not all there is. A sequence's state goes on from its last step;
     where it has none in the runner and `start` is above 0, it starts from checkpoint `load`. A chunk that wants nothing
@@ -56,6 +57,7 @@ class ScheduledSequence:
     load: int | None = None
     save: int | None = None
     top: int = 0
+    rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,9 @@ class StepOutput:
     """What a step gave.
 
     `argmax` holds `chain` tokens for each sequence that wanted ARGMAX, of equal logits the lowest token, and -1 where
-    the logits were not finite numbers. `logits`, float32 [n, V], holds one row for each sequence that wanted LOGITS, in
-    plan order; it is valid until the runner's next call and may be written to. `top` holds, for each sequence that
+    the logits were not finite numbers. `logits`, float32 [n, V], holds, for each sequence that wanted LOGITS, its
+    `rows` in the order of their tokens, the sequences in plan order; it is valid until the runner's next call and may
+    be written to. `top` holds, for each sequence that
     wanted TOP, the tokens of its `top` largest logits, int64 in rising order, and these logits, float32; of equal
     logits the lowest tokens are in it, and it is empty where the logits were not finite numbers.
     """
@@ -104,6 +107,7 @@ class ModelSpec:
     `splits_decode`: that holds as long as generated tokens and prompt tokens are told apart, because other kernels
     compute them; then KV of the ones never stands in for KV of the others.
     `max_top`: the most tokens that Want.TOP may ask for (0: this runner gives LOGITS or ARGMAX).
+    `max_rows`: the most rows of logits that a step gives of one sequence (1: only those after its last token).
     `recurrent`: some layers keep a state that cannot be cut, so that a prefix can only be taken up where a checkpoint
     of it was kept; there is room for `num_checkpoints` of `checkpoint_bytes` each, beside the blocks.
     """
@@ -121,6 +125,7 @@ class ModelSpec:
     step_bytes: int = 0
     max_chain: int = 1
     max_top: int = 0
+    max_rows: int = 1
     copies_blocks: bool = True
     exact: bool = False
     splits_decode: bool = False

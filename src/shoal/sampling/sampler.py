@@ -213,6 +213,23 @@ def sample(logits: Floats, states: Sequence[SamplerState]) -> tuple[Ids, list[To
     return tokens, logprobs
 
 
+def score(logits: Floats, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Log-probability of `tokens[i]` under row i of `logits`, float32 [n, V], and of the `count` most likely there.
+
+    An empty list when a row's largest entry is not a finite number.
+    """
+    padded = np.zeros(-(-logits.shape[1] // _BLOCK) * _BLOCK, np.float32)
+    scored = []
+    with np.errstate(under="ignore"):
+        for row, token in zip(logits, tokens, strict=True):
+            largest = row.max()
+            if not math.isfinite(largest):
+                return []
+            _weigh(row, largest, 1.0, padded)
+            scored.append(_report(row, token, float(largest) + math.log(_block_sums(padded)[-1]), count))
+    return scored
+
+
 def sample_top(ids: Ids, logits: Floats, state: SamplerState) -> int:
     """The token that `sample` chooses for a row of which only the `top_k` largest logits are at hand.
 

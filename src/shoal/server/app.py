@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from shoal import __version__
+from shoal.engine.inputs import InputProcessor
 from shoal.errors import ShoalError
+from shoal.server.body import BodyRoute
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request, from_shoal, from_validation
 from shoal.server.gate import Gate
@@ -29,11 +31,10 @@ from shoal.server.logs import memory_mb
 from shoal.server.metrics import Metrics
 from shoal.server.openai.chat import chat_completions
 from shoal.server.openai.completions import completions
-from shoal.server.openai.prompts import Chat, chat_tokens
+from shoal.server.openai.prompts import Chat, prompt_tokens
 from shoal.server.openai.responses import responses
 from shoal.server.openai.responses_schemas import ResponsesRequest
 from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
-from shoal.server.swarmbench.routes import add_page
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
@@ -71,8 +72,13 @@ _ERROR_SCHEMA = {
 }
 
 
-def create_app(hub: ModelHub, config: ServerConfig | None = None) -> FastAPI:
-    """The API over the hub's model. When the application's life ends, the hub is closed."""
+def create_app(
+    hub: ModelHub, config: ServerConfig | None = None, mounts: Sequence[Callable[[FastAPI, Api], None]] = ()
+) -> FastAPI:
+    """The API over the hub's model, and whatever `mounts` add to it (`shoal serve` adds SwarmBench).
+
+    When the application's life ends, the hub is closed.
+    """
     config = config or ServerConfig()
     metrics = Metrics(hub)
     api = Api(hub, config, metrics)
@@ -83,10 +89,12 @@ def create_app(hub: ModelHub, config: ServerConfig | None = None) -> FastAPI:
         await hub.close()
 
     app = FastAPI(title="shoal", version=__version__, lifespan=life, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app.router.route_class = BodyRoute
     _generation_routes(app, api)
     _model_routes(app, api)
     _watch_routes(app, api)
-    add_page(app, api)
+    for mount in mounts:
+        mount(app, api)
     _handlers(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     app.add_middleware(Gate, config=config, metrics=metrics)
@@ -118,19 +126,21 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         served = api.hub.acquire(body.model)
         try:
-            tokens = await asyncio.to_thread(_tokens, served.engine.inputs.codec, body)
+            tokens = await asyncio.to_thread(_tokens, served.engine.inputs, body)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": served.engine.spec.context_length}
         finally:
             api.hub.release(served)
 
 
-def _tokens(codec: Any, body: TokenizeRequest) -> list[int]:
+def _tokens(inputs: InputProcessor, body: TokenizeRequest) -> list[int]:
+    codec = inputs.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "model")
     if body.messages is not None:
-        return chat_tokens(codec, Chat(body.messages, body.tools or ()))
-    special = body.add_special_tokens is not False
-    return list(codec.encode(body.prompt, add_special=special))
+        return prompt_tokens(inputs, Chat(body.messages, body.tools or ()))
+    text = body.prompt or ""
+    inputs.check_text(text)
+    return codec.encode(text, add_special=body.add_special_tokens is not False)
 
 
 def _model_routes(app: FastAPI, api: Api) -> None:
@@ -140,12 +150,12 @@ def _model_routes(app: FastAPI, api: Api) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": await asyncio.to_thread(_models, hub)}
 
-    @app.post("/v1/models/load")
+    @app.post("/models/load")
     async def load(body: LoadRequest) -> dict[str, Any]:
         served = await hub.load(body.model, body.drain_s)
         return _model(served.name, hub)
 
-    @app.post("/v1/models/unload")
+    @app.post("/models/unload")
     async def unload(body: UnloadRequest) -> dict[str, Any]:
         served = hub.served
         if body.model is not None and (served is None or served.name != body.model):
@@ -190,7 +200,7 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         return Response(api.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/stats")
+    @app.get("/stats")
     async def stats() -> dict[str, Any]:
         healthy, state = api.hub.health()
         served = api.hub.served

@@ -119,6 +119,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return bad_request(f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}", None, "invalid_json")
     if kind == "contradiction":
         return bad_request(first["msg"], first["ctx"]["param"])
+    if kind == "too_many":
+        return bad_request(f"{place or 'the body'}: {first['msg']}", place or None, "too_many_values")
     if not place:
         return bad_request("the body must be a JSON object, sent as application/json", None, "invalid_body")
     if kind == "extra_forbidden":

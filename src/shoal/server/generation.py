@@ -93,6 +93,10 @@ class Call:
         if error is not None:
             raise error
 
+    def prompt(self, index: int) -> Sequence[int]:
+        """The prompt of one generation, in tokens."""
+        return self._handles[index].prepared.tokens
+
     def cut(self, index: int) -> None:
         """End one generation on purpose: what it has written so far is its answer."""
         if index not in self.results:

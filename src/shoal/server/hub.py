@@ -61,11 +61,11 @@ class ModelHub:
             raise unavailable(f"the model is being switched to {self._switching}", "model_loading")
         served = self.served
         if served is None:
-            raise unavailable(f"no model is loaded{self._why}: POST /v1/models/load", "no_model")
+            raise unavailable(f"no model is loaded{self._why}: POST /models/load", "no_model")
         if model is not None and model != served.name:
             raise ApiError(
                 404,
-                f"the model {model!r} is not loaded; this server has {served.name!r} (POST /v1/models/load switches)",
+                f"the model {model!r} is not loaded; this server has {served.name!r} (POST /models/load switches)",
                 param="model",
                 code="model_not_found",
             )

@@ -19,6 +19,7 @@ from shoal.errors import ConfigError
 from shoal.server.app import create_app
 from shoal.server.config import ServerConfig
 from shoal.server.hub import ModelHub
+from shoal.server.swarmbench.routes import add_page
 
 _AFTER_DRAIN_S = 3.0  # for the last bytes, once every request has been ended
 
@@ -122,9 +123,9 @@ def run(hub: ModelHub, config: ServerConfig, host: str, port: int, ready: Callab
 def make_server(
     hub: ModelHub, config: ServerConfig, listening: socket.socket, ready: Callable[[int], None] | None = None
 ) -> Server:
-    """A server on a socket that is bound; `ready` hears of its port when it takes calls."""
+    """A server on a socket that is bound, with SwarmBench; `ready` hears of its port when it takes calls."""
     settings = uvicorn.Config(
-        create_app(hub, config),
+        create_app(hub, config, mounts=(add_page,)),
         log_config=None,
         log_level="warning",
         access_log=False,

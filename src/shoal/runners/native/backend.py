@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from shoal.config import EngineConfig
-from shoal.errors import BackendError
+from shoal.errors import BackendError, UnsupportedModelError
 from shoal.runners.base import Runner
 from shoal.runners.registry import LocalModel, RunnerCard
 
@@ -18,8 +18,9 @@ OPTIONS = ()
 
 def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
     """Why the kernels cannot run here, or leave this model to another runner."""
-    from shoal.runners.native import describe as families
-    from shoal.runners.native.runner import load_core
+    from shoal.models import families
+    from shoal.runners.native import describe as describe_native
+    from shoal.runners.native.core import load_core
 
     try:
         load_core()
@@ -29,7 +30,10 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
         return None
     if model.gguf is None:
         return f"native kernels read GGUF files, not {model.files.kind}"
-    return families.supports(model.gguf)
+    try:
+        return describe_native.refuses(families.describe(model.gguf))
+    except UnsupportedModelError as error:
+        return error.message
 
 
 def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
@@ -47,12 +51,14 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
         pin_threads=config.pin_threads,
         kv_precision=config.kv_precision,
         max_step_tokens=config.max_step_tokens,
+        max_batch=config.max_batch,
     )
 
 
 def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | None) -> RunnerCard:
     """Threads, instruction sets and the size of the packed weights."""
-    from shoal.runners.native.runner import load_core, packed_path
+    from shoal.runners.native.core import load_core
+    from shoal.runners.native.runner import packed_path
 
     core = load_core()
     asked = os.environ.get("SHOAL_ISA", "auto")

@@ -1,154 +1,262 @@
-"""What of a GGUF model the native kernels need, and whether they can run it."""
+"""A decoder as the native kernels take it: facts of its layers, and tensors to pack. csrc/model.h is the other side."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
-import numpy as np
+from shoal.errors import UnsupportedModelError
+from shoal.models.decoder import (
+    Attention,
+    Decoder,
+    DeltaNet,
+    Dense,
+    FeedForward,
+    Layer,
+    Linear,
+    Mamba2,
+    Mixer,
+    Mixture,
+    Norm,
+    Rotary,
+    ShortConv,
+    Weight,
+)
+from shoal.runners.native.pack import FORMS, Ones, Part
 
-from shoal.errors import ModelFormatError
-from shoal.models.gguf import GgufModel, GgufTensor
-from shoal.runners.native.pack import FORMS, Order
+Facts: TypeAlias = dict[str, Any]
 
-ARCHITECTURES = {"llama": False, "qwen2": True, "qwen3": True}
-"""Architecture to whether rotary pairs are (i, i + D/2), as the kernels rotate them; llama files have (2i, 2i + 1)."""
-
-_LAYER = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-_BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-_VECTORS = ("attn_norm.weight", "ffn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight")
+MAX_HEAD, MAX_TAPS, GROUP = 512, 8, 32
+_MIXERS: dict[type, int] = {Attention: 1, DeltaNet: 2, Mamba2: 3, ShortConv: 4}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_clipped": 3}
+_ROUTINGS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
+_NO_LIMIT = 3e38
 
 
-def supports(model: GgufModel) -> str | None:
-    """Why the native runner leaves this model to another, or None when it takes it. Looks at no weight."""
-    if model.architecture not in ARCHITECTURES:
-        return f"architecture {model.architecture!r}: native kernels know {', '.join(ARCHITECTURES)}"
-    if model.rope_scaling is not None and model.rope_scaling.type != "linear":
-        return f"rotary scaling {model.rope_scaling.type!r}"
-    if f"{model.architecture}.expert_count" in model.metadata:
-        return "a mixture of experts"
-    window = model.metadata.get(f"{model.architecture}.attention.sliding_window")
-    if isinstance(window, int) and 0 < window < model.context_length:
-        return "sliding-window attention"
-    sizes = {"head size": model.head_dim, "embedding": model.n_embd, "feed-forward size": model.n_ff}
-    for what, size in sizes.items():
-        if size % 32:
-            return f"{what} {size} is no multiple of 32"
-    if model.head_dim > 256 or model.n_heads % model.n_kv_heads:
-        return f"{model.n_heads} heads of {model.head_dim} over {model.n_kv_heads}"
-    matrices, vectors = _matrix_names(model), _vector_names(model)
-    for name, tensor in model.tensors.items():
-        if name in matrices and tensor.type not in FORMS:
-            return f"tensor {name} has type {tensor.type}"
-        if name not in matrices and name not in vectors and name != "rope_freqs.weight":
-            return f"tensor {name} is unknown"
+def refuses(model: Decoder) -> str | None:
+    """Why the native kernels leave this model to another runner, or None when they take it. Looks at no weight."""
+    if model.layer_inputs is not None:
+        return "per-layer embeddings"
+    if model.embedding_norm is not None:
+        return "a norm of the embedding"
+    if not any(isinstance(layer.mixer, Attention) for layer in model.layers):
+        return "no layer has attention"
+    if model.width % GROUP:
+        return f"embedding {model.width} is no multiple of {GROUP}"
+    for layer in model.layers:
+        reason = _refuses_mixer(layer.mixer) or _refuses_feed(layer.feed_forward)
+        if reason is not None:
+            return reason
+    for part in tensors_of(model):
+        if len(part.shape) == 2 and (part.type not in FORMS or part.shape[1] % FORMS[part.type].block):
+            return f"tensor {part.weight.name} has type {part.type} and shape {list(part.weight.shape)}"
     return None
 
 
-def _matrix_names(model: GgufModel) -> set[str]:
-    layers = {f"blk.{i}.{part}.weight" for i in range(model.n_layers) for part in _LAYER}
-    return layers | {"token_embd.weight", "output.weight"}
+def _refuses_mixer(mixer: Mixer | None) -> str | None:
+    if isinstance(mixer, ShortConv):
+        return f"a convolution of {mixer.kernel} taps" if mixer.kernel > MAX_TAPS else None
+    if isinstance(mixer, Attention):
+        sizes, queries = (mixer.key_dim, mixer.value_dim), mixer.heads % mixer.kv_heads
+        if queries:
+            return f"{mixer.heads} heads over {mixer.kv_heads}"
+    elif isinstance(mixer, Mamba2):
+        sizes = (mixer.state, mixer.head_dim)
+    elif isinstance(mixer, DeltaNet):
+        sizes = (mixer.key_dim, mixer.value_dim)
+    else:
+        return None
+    if any(size % GROUP or size > MAX_HEAD for size in sizes):
+        return f"head size {' and '.join(map(str, dict.fromkeys(sizes)))} is no multiple of {GROUP} up to {MAX_HEAD}"
+    if not isinstance(mixer, Attention) and mixer.kernel > MAX_TAPS:
+        return f"a convolution of {mixer.kernel} taps"
+    return None
 
 
-def _vector_names(model: GgufModel) -> set[str]:
-    norms = {f"blk.{i}.{part}" for i in range(model.n_layers) for part in _VECTORS}
-    biases = {f"blk.{i}.{part}.bias" for i in range(model.n_layers) for part in _BIASED}
-    return norms | biases | {"output_norm.weight"}
+def _refuses_feed(feed: FeedForward | None) -> str | None:
+    if feed is None:
+        return None
+    parts: list[FeedForward] = [feed]
+    if isinstance(feed, Mixture) and feed.shared is not None:
+        parts.append(feed.shared)
+    for part in parts:
+        if part.size % GROUP:
+            return f"feed-forward size {part.size} is no multiple of {GROUP}"
+        if part.activation not in _ACTIVATIONS:
+            return f"activation {part.activation!r}"
+    if isinstance(feed, Mixture):
+        norms = (
+            feed.router_norm,
+            feed.experts_norm,
+            feed.experts_post_norm,
+            feed.shared_norm,
+            feed.shared_post_norm,
+        )
+        if any(norm is not None for norm in norms):
+            return "a mixture with norms of its own"
+        if feed.latent_in is not None or feed.latent_out is not None:
+            return "a mixture in a smaller width"
+    return None
 
 
-def tensors_of(model: GgufModel) -> list[GgufTensor]:
-    """The tensors to pack, checked against the metadata: `ModelFormatError` for what is missing or misshapen."""
-    shapes = _shapes(model)
-    found = []
-    for name, shape in shapes.items():
-        tensor = model.tensors.get(name)
-        if tensor is None:
-            if _optional(model, name):
-                continue
-            raise ModelFormatError(f"{model.path}: tensor {name} is missing", value=name, hint="fetch the model again")
-        if tensor.shape != shape:
-            raise ModelFormatError(f"{model.path}: tensor {name} has a wrong shape", value=tensor.shape, limit=shape)
-        found.append(tensor)
-    return found
+# -- facts -----------------------------------------------------------------------------------------------------------
 
 
-def orders_of(model: GgufModel) -> dict[str, Order]:
-    """For Q and K with rotary pairs (2i, 2i + 1), the order of rows that makes them (i, i + D/2), by tensor name.
-
-    Scores are sums over a head's dimensions: moving those of Q and K alike changes none.
-    """
-    if ARCHITECTURES[model.architecture]:
-        return {}
-    head = np.arange(model.head_dim)
-    head[: model.rope_dim] = head[: model.rope_dim].reshape(-1, 2).T.reshape(-1)
-    parts = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads, "attn_q_norm": 1, "attn_k_norm": 1}
-    return {
-        f"blk.{i}.{part}.{kind}": (np.arange(heads)[:, None] * model.head_dim + head).reshape(-1)
-        for i in range(model.n_layers)
-        for part, heads in parts.items()
-        for kind in ("weight", "bias")
-    }
-
-
-def _optional(model: GgufModel, name: str) -> bool:
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
-        return model.architecture != "qwen3"
-    return name.endswith(".bias") or name == "output.weight"
-
-
-def _shapes(model: GgufModel) -> dict[str, tuple[int, ...]]:
-    embd, ff = model.n_embd, model.n_ff
-    q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    sizes = {
-        "attn_q": (q, embd),
-        "attn_k": (kv, embd),
-        "attn_v": (kv, embd),
-        "attn_output": (embd, q),
-        "ffn_gate": (ff, embd),
-        "ffn_up": (ff, embd),
-        "ffn_down": (embd, ff),
-    }
-    norms = {"attn_norm": embd, "ffn_norm": embd, "attn_q_norm": model.head_dim, "attn_k_norm": model.head_dim}
-    out: dict[str, tuple[int, ...]] = {}
-    for i in range(model.n_layers):
-        out |= {f"blk.{i}.{part}.weight": size for part, size in sizes.items()}
-        out |= {f"blk.{i}.{part}.bias": size[:1] for part, size in sizes.items()}
-        out |= {f"blk.{i}.{part}.weight": (size,) for part, size in norms.items()}
-    vocabulary = (model.vocab_size, embd)
-    return out | {"token_embd.weight": vocabulary, "output.weight": vocabulary, "output_norm.weight": (embd,)}
-
-
-def frequencies(model: GgufModel) -> list[float]:
-    """Radians a position of each rotated pair, [rope_dim / 2]; `rope_freqs.weight` (Llama 3) divides them."""
-    half = model.rope_dim // 2
-    base = model.rope_theta ** (-np.arange(half) / half)
-    factors = model.tensors.get("rope_freqs.weight")
-    if factors is not None:
-        values = factors.dequantize().reshape(-1)
-        if len(values) != half or not np.isfinite(values).all() or (values == 0).any():
-            raise ModelFormatError(f"{model.path}: rope_freqs.weight is damaged", value=len(values), limit=half)
-        base = base / values
-    if model.rope_scaling is not None:
-        base = base / model.rope_scaling.factor
-    return [float(f) for f in base]
-
-
-def facts_of(model: GgufModel) -> dict[str, Any]:
+def facts_of(model: Decoder) -> Facts:
     """What the packed file says of the model beside its tensors; JSON-ready."""
-    if not 0 < model.rms_eps < 1 or not math.isfinite(model.rope_theta) or model.rope_theta <= 0 or model.rope_dim % 2:
-        raise ModelFormatError(f"{model.path}: its norms or rotary settings are out of range", value=model.rope_theta)
+    rotaries: list[Rotary] = []
+    layers = [_layer(layer, rotaries, model.width) for layer in model.layers]
     return {
         "name": model.name,
-        "architecture": model.architecture,
-        "layers": model.n_layers,
-        "embd": model.n_embd,
-        "heads": model.n_heads,
-        "kv_heads": model.n_kv_heads,
-        "dim": model.head_dim,
-        "ff": model.n_ff,
+        "architecture": model.family,
+        "embd": model.width,
         "vocab": model.vocab_size,
-        "rope_dim": model.rope_dim,
         "context": model.context_length,
-        "eps": model.rms_eps,
-        "frequencies": frequencies(model),
+        "embedding_scale": float(model.embedding_scale),
+        "logit_scale": float(model.logit_scale),
+        "cap": float(model.soft_cap or 0.0),
+        "norm": _norm(model.norm),
+        "rotaries": [{"frequencies": list(r.frequencies), "factor": float(r.factor)} for r in rotaries],
+        "layers": layers,
     }
+
+
+def _norm(norm: Norm) -> Facts:
+    return {"eps": float(norm.eps), "layer": norm.kind == "layer"}
+
+
+def _layer(layer: Layer, rotaries: list[Rotary], width: int) -> Facts:
+    norms = {name: getattr(layer, name) for name in _NORMS}
+    facts: Facts = {"residual_scale": float(layer.residual_scale)}
+    if layer.output_scale is not None:
+        facts["output_scale"] = float(layer.output_scale.values().reshape(-1)[0])
+    mixer = layer.mixer
+    if mixer is not None:
+        facts["mixer"] = _MIXERS[type(mixer)]
+    if isinstance(mixer, Attention):
+        facts |= _attention(mixer, rotaries)
+        norms |= {"q_norm": mixer.q_norm, "k_norm": mixer.k_norm, "v_norm": mixer.v_norm}
+    elif isinstance(mixer, DeltaNet):
+        facts |= {"heads": mixer.value_heads, "kv_heads": mixer.key_heads, "key_of": list(mixer.key_of)}
+        facts |= {"dim": mixer.key_dim, "v_dim": mixer.value_dim, "taps": mixer.kernel, "l2_eps": float(mixer.l2_eps)}
+        norms["norm"] = mixer.norm
+    elif isinstance(mixer, Mamba2):
+        facts |= {"heads": mixer.heads, "kv_heads": mixer.groups, "dim": mixer.state, "v_dim": mixer.head_dim}
+        facts |= {"key_of": [h // (mixer.heads // mixer.groups) for h in range(mixer.heads)], "taps": mixer.kernel}
+        low, high = mixer.dt_limits
+        facts |= {"norm_groups": mixer.norm_groups, "least_step": float(low), "most_step": min(float(high), _NO_LIMIT)}
+        norms["norm"] = mixer.norm
+    elif isinstance(mixer, ShortConv):
+        facts |= {"heads": 1, "kv_heads": 1, "dim": 0, "v_dim": width, "taps": mixer.kernel}
+    facts |= _feed(layer.feed_forward)
+    return facts | {"norms": {name: _norm(norm) for name, norm in norms.items() if norm is not None}}
+
+
+def _attention(mixer: Attention, rotaries: list[Rotary]) -> Facts:
+    facts: Facts = {
+        "heads": mixer.heads,
+        "kv_heads": mixer.kv_heads,
+        "dim": mixer.key_dim,
+        "v_dim": mixer.value_dim,
+        "scale": float(mixer.scale),
+        "norm_over_heads": mixer.norm_over_heads,
+        "keys_are_values": mixer.kv_layer is None and mixer.v is None,
+        "window": mixer.window or 0,
+        "cap": float(mixer.soft_cap or 0.0),
+    }
+    if mixer.rotary is not None:
+        if mixer.rotary not in rotaries:
+            rotaries.append(mixer.rotary)
+        facts["rotary"] = rotaries.index(mixer.rotary)
+    if mixer.kv_layer is not None:
+        facts["kv_layer"] = mixer.kv_layer
+    if mixer.query_scale is not None:
+        facts |= {"query_beta": float(mixer.query_scale.beta), "query_length": mixer.query_scale.length}
+    return facts
+
+
+def _feed(feed: FeedForward | None) -> Facts:
+    if feed is None:
+        return {}
+    facts: Facts = {"ff": feed.size, "activation": _ACTIVATIONS[feed.activation], "feed": 1}
+    if isinstance(feed, Dense):
+        return facts
+    facts |= {"feed": 2, "experts": feed.experts, "used": feed.used, "groups": feed.groups}
+    facts |= {"groups_used": feed.groups_used, "routing": _ROUTINGS[feed.scoring], "normalise": feed.normalise}
+    facts["route_scale"] = float(feed.scale)
+    if feed.shared is not None:
+        facts |= {"shared": feed.shared.size, "shared_activation": _ACTIVATIONS[feed.shared.activation]}
+    return facts
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+_NORMS = ("mixer_norm", "mixer_post_norm", "ff_norm", "ff_post_norm")
+
+
+def tensors_of(model: Decoder) -> list[Part]:
+    """The tensors of the packed file, named by their paths in the description; experts lie one under the other."""
+    parts = [Part("embedding", _matrix_shape(model.embedding), model.embedding)]
+    parts += _norm_parts("norm", model.norm, model.width)
+    parts += [part for part in _linear("head", model.head) if not (model.tied and part.name == "head.weight")]
+    for i, layer in enumerate(model.layers):
+        parts += _layer_parts(f"layers.{i}.", layer, model.width)
+    return parts
+
+
+def _layer_parts(at: str, layer: Layer, width: int) -> Iterator[Part]:
+    for name in _NORMS:
+        yield from _norm_parts(at + name, getattr(layer, name), width)
+    mixer, feed = layer.mixer, layer.feed_forward
+    if mixer is not None:
+        yield from _fields(at + "mixer.", mixer)
+    if isinstance(mixer, Attention):
+        sizes = (mixer.heads, mixer.kv_heads) if mixer.norm_over_heads else (1, 1)
+        yield from _norm_parts(at + "mixer.q_norm", mixer.q_norm, sizes[0] * mixer.key_dim)
+        yield from _norm_parts(at + "mixer.k_norm", mixer.k_norm, sizes[1] * mixer.key_dim)
+        yield from _norm_parts(at + "mixer.v_norm", mixer.v_norm, mixer.value_dim)
+    elif isinstance(mixer, DeltaNet):
+        yield from _norm_parts(at + "mixer.norm", mixer.norm, mixer.value_dim)
+    elif isinstance(mixer, Mamba2):
+        yield from _norm_parts(at + "mixer.norm", mixer.norm, mixer.heads * mixer.head_dim)
+    if feed is not None:
+        yield from _fields(at + "feed_forward.", feed)
+    if isinstance(feed, Mixture) and feed.shared is not None:
+        yield from _fields(at + "feed_forward.shared.", feed.shared)
+
+
+def _fields(at: str, node: Mixer | FeedForward) -> Iterator[Part]:
+    """Every linear map and vector that a node holds itself. A convolution is turned to [taps, channels]."""
+    for name in node.__dataclass_fields__:
+        value = getattr(node, name)
+        if isinstance(value, Linear):
+            yield from _linear(at + name, value)
+        elif isinstance(value, Weight):
+            yield Part(at + name, (math.prod(value.shape),), value, turned=name == "conv")
+
+
+def _linear(name: str, linear: Linear) -> Iterator[Part]:
+    yield Part(f"{name}.weight", _matrix_shape(linear.weight), linear.weight)
+    if linear.bias is not None:
+        yield Part(f"{name}.bias", (math.prod(linear.bias.shape),), linear.bias)
+
+
+def _matrix_shape(weight: Weight) -> tuple[int, int]:
+    return math.prod(weight.shape[:-1]), weight.shape[-1]
+
+
+def _norm_parts(name: str, norm: Norm | None, size: int) -> Iterator[Part]:
+    if norm is None:
+        return
+    yield Part(f"{name}.weight", (size,), norm.weight if norm.weight is not None else Ones((size,)))
+    if norm.bias is not None:
+        yield Part(f"{name}.bias", (size,), norm.bias)
+
+
+def check(model: Decoder, core: Any) -> None:
+    """`UnsupportedModelError` when the extension finds a size of the model that its kernels cannot do."""
+    try:
+        core.sizes(facts_of(model) | {"kv_bits": 16})
+    except core.FormatError as error:
+        raise UnsupportedModelError(f"{model.name}: {error}", value=model.family, hint="use another runner") from error

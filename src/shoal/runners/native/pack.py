@@ -1,7 +1,8 @@
 """GGUF tensors to the layouts that the kernels read, once; kept in the cache directory as one file.
 
-The file is JSON in a header of fixed size, then the tensors, each on a boundary of 64 bytes. `csrc/kernels.h` draws the
-layouts. Every weight keeps its exact value: codes are moved, scales are multiplied out where a K-quant nests them.
+The file is JSON in a header, then the tensors, each on a boundary of 64 bytes. `csrc/kernels.h` draws the layouts.
+Every weight keeps its exact value: codes are moved, and scales that nest stay nested. Header and data have a hash each
+(of the data, one a piece), and loading checks all of them.
 """
 
 from __future__ import annotations
@@ -11,195 +12,123 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
-from shoal.models.gguf import GgufTensor
+from shoal.models.decoder import Weight
+from shoal.runners.native.core import load_core
+from shoal.runners.native.grid import GRIDS, grid_blocks
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 5
 STRIP, ALIGN = 32, 64
-_MAGIC = b"shoalpk1"
-_FOUR = np.uint8(4)  # shifts by a Python int widen the type
-_SLAB_WEIGHTS = 1 << 21  # packed at a time: what it needs beside the file is some ten bytes a weight
+_MAGIC = b"shoalpk2"
+_FRONT = struct.Struct("<8sQQ")  # magic, where the data begins, hash of the JSON between
+_PIECE = 4 << 20  # bytes of the packed file that one thread makes at a time
+_STALE_S = 3600.0  # a file half written that nobody has touched for so long is nobody's
 
-Codes: TypeAlias = NDArray[np.uint8]
-Scales: TypeAlias = NDArray[np.float16] | NDArray[np.float32]
-Order: TypeAlias = NDArray[np.intp]
+# Members of `Codes` and `Scales` in kernels.h.
+_TABLE, _F16, _BF16, _F32 = 12, 16, 17, 18
+_DENSE, _HALF, _HALF_MIN, _SIX, _BYTE, _BYTE16, _NIBBLES, _POWER = range(8)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Rows of a weight taken apart: `codes` [n, k], `d` and `m` [n, k / group]; a weight is d * (code - offset) + m."""
+class Ones:
+    """The weight of a norm that has none."""
 
-    codes: Codes
-    d: Scales
-    m: Scales | None
+    shape: tuple[int, ...]
+    name = "no weight"
+    type = "F32"
+
+    def values(self) -> NDArray[np.float32]:
+        """A fresh array."""
+        return np.ones(self.shape, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of the packed file: `weight` as a matrix of `shape` [n, k], or as a vector of `shape` [n].
+
+    `turned`: a vector made of [channels, taps] is stored as [taps, channels].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    weight: Weight | Ones
+    turned: bool = False
+
+    @property
+    def type(self) -> str:
+        """The GGML type."""
+        return self.weight.type
+
+    def encoded(self) -> NDArray[np.uint8]:
+        """The bytes of a matrix, uint8 [n, bytes of a row]: a view of the file, or a copy where its rows are picked."""
+        assert isinstance(self.weight, Weight)
+        return self.weight.encoded().reshape(self.shape[0], -1)
+
+    def values(self) -> NDArray[np.float32]:
+        """The numbers of a vector."""
+        values = self.weight.values()
+        return (values.T if self.turned else values).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How weights of one GGML type are packed. `codes` is bits a code: 4 or 8; 16 is f16, 17 bf16, without scales."""
+    """How weights of one GGML type are packed: see `Matrix` in kernels.h. `table` is without the offset."""
 
     codes: int
-    block_bytes: int
-    block: int
-    take: Callable[[NDArray[np.uint8]], Parts] | None
-    has_min: bool = False
-    wide_scales: bool = False
-    group: int = 32
+    scales: int
     offset_log2: int = -1
+    unit_log2: int = 0
+    table: tuple[int, ...] = ()
 
-    def strip_bytes(self, k: int) -> int:
-        """Bytes of 32 outputs by k inputs."""
-        if self.take is None:
-            return k * STRIP * 2
-        scales = k // self.group * STRIP * (4 if self.wide_scales else 2)
-        return k * STRIP * self.codes // 8 + scales * (2 if self.has_min else 1)
-
-
-def _f16(raw: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
-    return np.ascontiguousarray(raw[..., at : at + 2]).view(np.float16)[..., 0]
-
-
-def _nibbles(raw: NDArray[np.uint8]) -> Codes:
-    """[..., b] bytes to [..., 2b] codes: all low nibbles, then all high ones."""
-    return np.concatenate([raw & 15, raw >> 4], axis=-1)
-
-
-def _rows(codes: Codes) -> Codes:
-    return codes.reshape(len(codes), -1)
-
-
-def _q4_0(raw: NDArray[np.uint8]) -> Parts:
-    return Parts(_rows(_nibbles(raw[..., 2:])), _f16(raw, 0), None)
-
-
-def _q4_1(raw: NDArray[np.uint8]) -> Parts:
-    return Parts(_rows(_nibbles(raw[..., 4:])), _f16(raw, 0), _f16(raw, 2))
-
-
-def _fifth_bits(raw: NDArray[np.uint8]) -> Codes:
-    return np.left_shift(np.unpackbits(raw, axis=-1, bitorder="little"), _FOUR)
-
-
-def _q5_0(raw: NDArray[np.uint8]) -> Parts:
-    return Parts(_rows(_nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6])), _f16(raw, 0), None)
-
-
-def _q5_1(raw: NDArray[np.uint8]) -> Parts:
-    return Parts(_rows(_nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8])), _f16(raw, 0), _f16(raw, 2))
-
-
-def _q8_0(raw: NDArray[np.uint8]) -> Parts:
-    return Parts(_rows(raw[..., 2:] ^ np.uint8(0x80)), _f16(raw, 0), None)
-
-
-def _k_scales(raw: NDArray[np.uint8], at: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The eight 6-bit scales and eight 6-bit minima that Q4_K and Q5_K keep in 12 bytes: [..., 8] each."""
-    low, high, rest = raw[..., at : at + 4], raw[..., at + 4 : at + 8], raw[..., at + 8 : at + 12]
-    scales = np.concatenate([low & 63, rest & 15 | low >> 6 << _FOUR], axis=-1)
-    minima = np.concatenate([high & 63, rest >> 4 | high >> 6 << _FOUR], axis=-1)
-    return scales, minima
-
-
-def _k_parts(raw: NDArray[np.uint8], codes: Codes) -> Parts:
-    scales, minima = _k_scales(raw, 4)
-    with np.errstate(all="ignore"):  # a damaged scale may be infinite
-        d = _f16(raw, 0).astype(np.float32)[..., None] * scales
-        m = -(_f16(raw, 2).astype(np.float32)[..., None] * minima)
-    return Parts(_rows(codes), d.reshape(len(raw), -1), m.reshape(len(raw), -1))
-
-
-def _q4_k(raw: NDArray[np.uint8]) -> Parts:
-    quants = raw[..., 16:].reshape(*raw.shape[:-1], 4, 32)  # of every 64 weights the first 32 are low nibbles
-    return _k_parts(raw, _nibbles(quants))
-
-
-def _q5_k(raw: NDArray[np.uint8]) -> Parts:
-    quants = raw[..., 48:].reshape(*raw.shape[:-1], 4, 32)
-    bits = raw[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # bit j: of the j-th 32 weights
-    bits = np.left_shift(bits, _FOUR)
-    return _k_parts(raw, _nibbles(quants).reshape(*raw.shape[:-1], 8, 32) | bits)
-
-
-def _q6_k(raw: NDArray[np.uint8]) -> Parts:
-    low = raw[..., :128].reshape(*raw.shape[:-1], 2, 2, 32)  # halves of 128 weights; the first and second 32 bytes
-    high = raw[..., 128:192].reshape(*raw.shape[:-1], 2, 1, 32)
-    upper = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3) << _FOUR
-    codes = np.concatenate([low & 15, low >> 4], axis=-2) | upper
-    with np.errstate(all="ignore"):
-        d = _f16(raw, 208).astype(np.float32)[..., None] * raw[..., 192:208].view(np.int8)
-    return Parts(_rows(codes), d.reshape(len(raw), -1), None)
+    @property
+    def block(self) -> int:
+        """Rows are a multiple of so many weights."""
+        return 256 if self.scales in (_SIX, _BYTE, _BYTE16, _NIBBLES) else 32
 
 
 FORMS = {
-    "Q4_0": Form(4, 18, 32, _q4_0, offset_log2=3),
-    "Q4_1": Form(4, 20, 32, _q4_1, has_min=True),
-    "Q5_0": Form(8, 22, 32, _q5_0, offset_log2=4),
-    "Q5_1": Form(8, 24, 32, _q5_1, has_min=True),
-    "Q8_0": Form(8, 34, 32, _q8_0, offset_log2=7),
-    "Q4_K": Form(4, 144, 256, _q4_k, has_min=True, wide_scales=True),
-    "Q5_K": Form(8, 176, 256, _q5_k, has_min=True, wide_scales=True),
-    "Q6_K": Form(8, 210, 256, _q6_k, wide_scales=True, group=16, offset_log2=5),
-    "F16": Form(16, 2, 1, None),
-    "BF16": Form(17, 2, 1, None),
+    "Q4_0": Form(4, _HALF, 3),
+    "Q4_1": Form(4, _HALF_MIN),
+    "Q5_0": Form(5, _HALF, 4),
+    "Q5_1": Form(5, _HALF_MIN),
+    "Q8_0": Form(8, _HALF, 7),
+    "Q2_K": Form(2, _NIBBLES),
+    "Q3_K": Form(3, _BYTE16, 2),
+    "Q4_K": Form(4, _SIX),
+    "Q5_K": Form(5, _SIX),
+    "Q6_K": Form(6, _BYTE16, 5),
+    "IQ4_NL": Form(_TABLE, _HALF, 7, table=_IQ4),
+    "IQ4_XS": Form(_TABLE, _BYTE, 7, table=_IQ4),
+    "MXFP4": Form(_TABLE, _POWER, 7, table=_FP4),
+    **{kind: Form(_TABLE, _BYTE16, 7, grid.unit_log2, grid.table) for kind, grid in GRIDS.items()},
+    "F16": Form(_F16, _DENSE),
+    "BF16": Form(_BF16, _DENSE),
+    "F32": Form(_F32, _DENSE),
 }
-
-
-def _pad(array: NDArray[Any]) -> NDArray[Any]:
-    """Rows of zeros up to a whole number of strips."""
-    short = -len(array) % STRIP
-    return np.pad(array, [(0, short)] + [(0, 0)] * (array.ndim - 1)) if short else array
-
-
-def _interleave(codes: Codes, bits: int) -> Codes:
-    """[n, k] codes to [n / 32, k / 32, bytes], the bytes being those of both halves of a group."""
-    n, k = codes.shape
-    quads = codes.reshape(n // STRIP, 2, 16, k // 32, 8, 4)  # [strip, half, output, group, quad of inputs, input]
-    quads = quads.transpose(0, 3, 1, 4, 2, 5)
-    if bits == 4:
-        quads = quads[:, :, :, 0::2] | quads[:, :, :, 1::2] << _FOUR
-    return np.ascontiguousarray(quads).reshape(n // STRIP, k // 32, -1)
-
-
-def _by_strip(values: NDArray[Any], groups: int) -> NDArray[np.uint8]:
-    """[n, columns] values to [n / 32, groups, bytes], the 32 outputs of a strip side by side."""
-    strips = len(values) // STRIP
-    turned = values.reshape(strips, STRIP, -1).transpose(0, 2, 1)
-    return np.ascontiguousarray(turned).view(np.uint8).reshape(strips, groups, -1)
-
-
-def packed_slabs(tensor: GgufTensor, order: Order | None = None) -> Iterator[NDArray[np.uint8]]:
-    """The packed bytes of a weight [n, k], a slab of strips at a time; its rows in `order` where given."""
-    form, (n, k) = FORMS[tensor.type], tensor.shape
-    raw = tensor.data.reshape(n, k // form.block, form.block_bytes)
-    step = max(_SLAB_WEIGHTS // k // STRIP, 1) * STRIP
-    for first in range(0, n, step):
-        rows = raw[first : first + step] if order is None else raw[order[first : first + step]]
-        if form.take is None:
-            yield _by_strip(_pad(np.ascontiguousarray(rows).view(np.uint16).reshape(len(rows), k)), 1)
-            continue
-        parts = form.take(rows)
-        columns = [_interleave(_pad(parts.codes), form.codes), _by_strip(_pad(parts.d), k // 32)]
-        if parts.m is not None:
-            columns.append(_by_strip(_pad(parts.m), k // 32))
-        yield np.concatenate(columns, axis=-1)
 
 
 FACTS: dict[str, type] = {
     **dict.fromkeys(("name", "architecture"), str),
-    **dict.fromkeys(("layers", "embd", "heads", "kv_heads", "dim", "ff", "vocab", "rope_dim", "context"), int),
-    "eps": float,
-    "frequencies": list,
+    **dict.fromkeys(("embd", "vocab", "context"), int),
+    **dict.fromkeys(("embedding_scale", "logit_scale", "cap"), float),
+    "norm": dict,
+    **dict.fromkeys(("rotaries", "layers"), list),
 }
-"""What a packed file says of its model beside the tensors, as `describe.facts_of` makes it."""
-_TYPES: dict[str, type] = {"str": str, "int": int, "bool": bool}
+"""What a packed file says of its model beside the tensors (`describe.facts_of`); the extension checks the rest."""
+_TYPES: dict[str, type] = {"str": str, "int": int, "list[int]": list}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,54 +140,97 @@ class Entry:
     n: int
     k: int
     codes: int
-    group: int
+    scales: int
     offset_log2: int
-    has_min: bool
-    wide_scales: bool
+    unit_log2: int
+    table: list[int]
 
 
-def entry_of(tensor: GgufTensor, offset: int) -> tuple[Entry, int]:
+def entry_of(part: Part, offset: int) -> tuple[Entry, int]:
     """Where a tensor goes and how many bytes it takes. `UnsupportedModelError` for a type without a kernel."""
-    if len(tensor.shape) == 1:
-        n = tensor.shape[0] if not tensor.name.endswith(".bias") else -(-tensor.shape[0] // STRIP) * STRIP
-        return Entry(tensor.name, offset, n, 0, 0, 32, -1, False, False), n * 4
-    form = FORMS.get(tensor.type)
-    if form is None or len(tensor.shape) != 2 or tensor.shape[1] % 32:
+    if len(part.shape) == 1:
+        n = part.shape[0] if not part.name.endswith(".bias") else -(-part.shape[0] // STRIP) * STRIP
+        return Entry(part.name, offset, n, 0, 0, 0, -1, 0, []), n * 4
+    form = FORMS.get(part.type)
+    if form is None or len(part.shape) != 2 or part.shape[1] % form.block:
         raise UnsupportedModelError(
-            f"tensor {tensor.name!r} of type {tensor.type} and shape {tensor.shape}",
-            value=tensor.type,
-            limit=tuple(FORMS),
+            f"tensor {part.name!r} of type {part.type} and shape {part.shape}", value=part.type, limit=tuple(FORMS)
         )
-    n, k = tensor.shape
-    size = -(-n // STRIP) * form.strip_bytes(k)
-    return Entry(
-        tensor.name, offset, n, k, form.codes, form.group, form.offset_log2, form.has_min, form.wide_scales
-    ), size
+    table = [value + (1 << form.offset_log2) for value in form.table]
+    entry = Entry(part.name, offset, *part.shape, form.codes, form.scales, form.offset_log2, form.unit_log2, table)
+    size, strips = load_core().strips_of(asdict(entry))
+    return entry, size * strips
 
 
-def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor], orders: dict[str, Order]) -> None:
-    """Pack tensors into the file at `path`, whole or not at all; `orders` has the rows' order of those that change it.
+class _Piece(NamedTuple):
+    """A range of the packed file: a vector, or strips first .. first + strips - 1 of a tensor; zeros up to `end`."""
 
-    `StoreError` when the disk will not have it.
-    """
-    entries, offset = [], 0
+    part: Part
+    entry: Entry
+    first: int
+    strips: int
+    start: int
+    end: int
+
+
+def _pieces(part: Part, entry: Entry, size: int) -> Iterator[_Piece]:
+    end = entry.offset + -(-size // ALIGN) * ALIGN
+    if entry.codes == 0:
+        yield _Piece(part, entry, 0, 0, entry.offset, end)
+        return
+    strip, strips = load_core().strips_of(asdict(entry))
+    step = max(_PIECE // strip, 1)
+    for first in range(0, strips, step):
+        count, at = min(step, strips - first), entry.offset + first * strip
+        yield _Piece(part, entry, first, count, at, end if first + count == strips else at + count * strip)
+
+
+def _fill(piece: _Piece, out: NDArray[np.uint8]) -> None:
+    """Make the bytes of a piece in `out`, which is as long as it is."""
+    part, entry, first = piece.part, piece.entry, piece.first
+    if entry.codes == 0:
+        values = part.values().astype("<f4").view(np.uint8)
+        out[: len(values)] = values
+        out[len(values) :] = 0
+        return
+    core = load_core()
+    packed, kind, rows = out[: piece.strips * core.strips_of(asdict(entry))[0]], part.type, part.encoded()
+    out[len(packed) :] = 0
+    if kind in GRIDS:  # its rows become blocks of another type first
+        rows = rows[first * STRIP : (first + piece.strips) * STRIP]
+        entry, kind, first, rows = replace(entry, n=len(rows)), "GRID", 0, grid_blocks(kind, rows)
+    core.pack(asdict(entry), kind, np.ascontiguousarray(rows).reshape(-1), first, piece.strips, packed)
+
+
+def packed_bytes(part: Part) -> NDArray[np.uint8]:
+    """The packed bytes of one matrix."""
+    entry, size = entry_of(part, 0)
+    out = np.empty(size, np.uint8)
+    for piece in _pieces(part, entry, size):
+        _fill(piece, out[piece.start : piece.end])
+    return out
+
+
+def write_packed(path: Path, facts: dict[str, Any], tensors: list[Part]) -> None:
+    """Pack tensors into the file at `path`, whole or not at all. `StoreError` when the disk will not have it."""
+    entries, pieces, offset = [], list[_Piece](), 0
     for tensor in tensors:
         entry, size = entry_of(tensor, offset)
         entries.append(entry)
-        offset += -(-size // ALIGN) * ALIGN
-    header = {"layout": LAYOUT_VERSION, "facts": facts, "bytes": offset, "tensors": [asdict(e) for e in entries]}
-    text = json.dumps(header).encode()
-    start = -(-(len(text) + 16) // ALIGN) * ALIGN
+        pieces += _pieces(tensor, entry, size)
+        offset = pieces[-1].end
+    header = {"layout": LAYOUT_VERSION, "facts": facts, "tensors": [asdict(e) for e in entries]}
+    start = len(_front(header, [(p.end - p.start, 2**64 - 1) for p in pieces], 0))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(_MAGIC + struct.pack("<Q", start) + text.ljust(start - 16))
-                for tensor, entry in zip(tensors, entries, strict=True):
-                    file.seek(start + entry.offset)
-                    _write_tensor(file, tensor, entry, orders.get(tensor.name))
-                file.truncate(start + offset)
+                hashes = _write_pieces(file.fileno(), pieces, start)
+                file.write(_front(header, [(p.end - p.start, h) for p, h in zip(pieces, hashes, strict=True)], start))
+                file.flush()
+                os.fsync(file.fileno())
             Path(name).replace(path)
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -269,13 +241,49 @@ def write_packed(path: Path, facts: dict[str, Any], tensors: list[GgufTensor], o
         ) from error
 
 
-def _write_tensor(file: BinaryIO, tensor: GgufTensor, entry: Entry, order: Order | None) -> None:
-    if entry.codes == 0:
-        values = tensor.dequantize() if order is None else tensor.dequantize()[order]
-        file.write(np.pad(values, (0, entry.n - len(values))).astype("<f4").tobytes())
-        return
-    for slab in packed_slabs(tensor, order):
-        file.write(slab.data)
+def _sweep(path: Path) -> None:
+    """Remove what writers of this file left that were killed."""
+    for left in path.parent.glob(f"{path.name}*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                left.unlink()
+
+
+def _front(header: dict[str, Any], pieces: Iterable[tuple[int, int]], start: int) -> bytes:
+    """The file up to its data, padded to `start` bytes or, when that is 0, to a boundary."""
+    text = json.dumps({**header, "pieces": list(pieces)}).encode()
+    start = start or -(-(len(text) + _FRONT.size) // ALIGN) * ALIGN
+    text = text.ljust(start - _FRONT.size)
+    return _FRONT.pack(_MAGIC, start, load_core().hash(np.frombuffer(text, np.uint8))) + text
+
+
+def _write_pieces(descriptor: int, pieces: list[_Piece], start: int) -> list[int]:
+    """Make and write all pieces on the threads there are; returns their hashes. What it holds are some buffers."""
+    local, core = threading.local(), load_core()
+    most = max((p.end - p.start for p in pieces), default=0)
+
+    def one(piece: _Piece) -> int:
+        if not hasattr(local, "buffer"):
+            local.buffer = np.empty(most, np.uint8)
+        out = local.buffer[: piece.end - piece.start]
+        _fill(piece, out)
+        view, at = memoryview(out), start + piece.start
+        while view:
+            done = os.pwrite(descriptor, view, at)
+            view, at = view[done:], at + done
+        return int(core.hash(out))
+
+    with ThreadPoolExecutor(core.cpus()) as pool:
+        return list(pool.map(one, pieces))
+
+
+class Packed(NamedTuple):
+    """A packed file's header. Offsets count from the start of the file; the pieces, (bytes, hash), begin at `start`."""
+
+    facts: dict[str, Any]
+    tensors: list[dict[str, Any]]
+    start: int
+    pieces: list[tuple[int, int]]
 
 
 def _check_types(rows: list[dict[str, Any]], types: dict[str, type]) -> None:
@@ -284,32 +292,34 @@ def _check_types(rows: list[dict[str, Any]], types: dict[str, type]) -> None:
         for name in types.keys() | row.keys():
             value = row[name]
             if not isinstance(value, types[name]) or (
-                isinstance(value, int) and not -1 <= value < (2**62 if name == "offset" else 2**31)
+                isinstance(value, int) and not -16 <= value < (2**62 if name == "offset" else 2**31)
             ):
                 raise ValueError(f"{name} is {value!r}")
-        if not all(isinstance(f, float) for f in row.get("frequencies", [])):
-            raise ValueError("frequencies are not numbers")
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Facts and tensors (offsets counted from the start of the file) of a packed file.
+def read_header(path: Path) -> Packed:
+    """The header of a packed file, checked against its hash.
 
     `ModelFormatError` when it is none, of another version, or not whole: it should then be written again.
     """
     try:
         with path.open("rb") as file:
-            magic, start = struct.unpack("<8sQ", file.read(16))
+            magic, start, digest = _FRONT.unpack(file.read(_FRONT.size))
             size = file.seek(0, os.SEEK_END)
-            if magic != _MAGIC or start > min(size, 1 << 26):
+            if magic != _MAGIC or not _FRONT.size < start <= min(size, 1 << 28):
                 raise ValueError("not a packed model")
-            file.seek(16)
-            header = json.loads(file.read(start - 16))
-        if header["layout"] != LAYOUT_VERSION or start + header["bytes"] != size:
+            file.seek(_FRONT.size)
+            text = file.read(start - _FRONT.size)
+        if load_core().hash(np.frombuffer(text, np.uint8)) != digest:
+            raise ValueError("a damaged header")
+        header = json.loads(text)
+        pieces = [(int(length), int(value)) for length, value in header["pieces"]]
+        if header["layout"] != LAYOUT_VERSION or start + sum(length for length, _ in pieces) != size:
             raise ValueError("another version, or cut short")
         facts, entries = header["facts"], [asdict(Entry(**e)) for e in header["tensors"]]
         _check_types([facts], FACTS)
         _check_types(entries, {f.name: _TYPES[str(f.type)] for f in fields(Entry)})
-        return facts, [{**e, "offset": e["offset"] + start} for e in entries]
+        return Packed(facts, [{**e, "offset": e["offset"] + start} for e in entries], start, pieces)
     except (OSError, struct.error, ValueError, KeyError, TypeError) as error:
         raise ModelFormatError(
             f"{path}: {error}", value=str(path), hint="delete it; it is made anew from the GGUF"

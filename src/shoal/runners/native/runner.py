@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 from collections.abc import Sequence
 from operator import itemgetter
@@ -13,30 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError
+from shoal.models import families
 from shoal.models.files import ModelFiles
 from shoal.models.gguf import read_gguf
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
+from shoal.runners.native.core import load_core
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 
 KvPrecision: TypeAlias = Literal["auto", "bf16", "u8"]
 
 BLOCK_SIZE = 32
 MAX_CHAIN = 16
+MAX_CHECKPOINTS = 64
 MAX_TOP = 128  # a longer list is kept in order by the kernels more slowly than numpy finds it
 _WANTS = {Want.NOTHING: 0, Want.ARGMAX: 1, Want.LOGITS: 2, Want.TOP: 3}
 _ROWS = 64  # rows of logits that the estimate of a step's memory counts
-
-
-def load_core() -> Any:
-    """The compiled extension. `BackendError` when this installation has none."""
-    try:
-        return importlib.import_module("shoal.runners.native._core")
-    except ImportError as error:
-        raise BackendError(
-            f"the native kernels are not built ({error})",
-            hint="install a C++ compiler and reinstall shoal, or use runner='openvino'",
-        ) from error
 
 
 class NativeRunner:
@@ -64,37 +56,44 @@ class NativeRunner:
         pin_threads: bool = False,
         kv_precision: KvPrecision = "auto",
         max_step_tokens: int = 1024,
+        max_batch: int = 8,
     ) -> NativeRunner:
         """Load a GGUF for this machine's CPU.
 
-        Its weights are repacked once and kept in `cache_dir`. `kv_bytes` is the most that KV may take,
-        `memory_bytes` what weights, KV and the transient of a step may take together; pages of KV are taken when first
-        written. `threads` None is one per CPU this process may use; with `pin_threads` each but the caller's
-        stays on a CPU of its own, counted from the first one allowed (Linux only). `kv_precision` "u8" keeps K and V in
-        8 bits with a scale per token and head; "auto" is bf16. The environment variable SHOAL_ISA forces an instruction
-        set. Raises `ModelError`s for what is wrong with the files, `BackendError` when
-        the extension is missing or memory does not suffice, `ConfigError` for a budget below one block.
+        Its weights are repacked once and kept in `cache_dir`. `kv_bytes` is the most that KV and checkpoints of
+        recurrent state may take, `memory_bytes` what weights, these and the transient of a step may take together, of
+        which the states of `max_batch` sequences are a part; pages are taken when first written. `threads` None is one
+        per CPU this process may use; with `pin_threads` each but the caller's stays on a CPU of its own, counted from
+        the first one allowed (Linux only). `kv_precision` "u8" keeps K and V in 8 bits with a scale per token and head;
+        "auto" is bf16. The environment variable SHOAL_ISA forces an instruction set. Raises `ModelError`s for what is
+        wrong with the files, `BackendError` when the extension is missing or memory does not suffice, `ConfigError` for
+        a budget below one block.
         """
         core = load_core()
         path = packed_path(files, cache_dir)
         try:
-            facts, entries = pack.read_header(path)
+            packed = pack.read_header(path)
         except ModelFormatError:
-            write_packed(files, path)
-            facts, entries = pack.read_header(path)
-        spec = _spec(core, facts, path, kv_bytes, memory_bytes, kv_precision, max_step_tokens)
-        config = {name: value for name, value in facts.items() if name not in ("name", "architecture")}
-        config |= {"blocks": spec.num_blocks, "kv_bits": _kv_bits(kv_precision), "threads": threads or core.cpus()}
-        config["pin"] = pin_threads
-        config["isa"] = isa = os.environ.get("SHOAL_ISA", "auto")
+            packed = _pack_again(files, path)
+        facts = packed.facts
+        facts["kv_bits"] = 8 if kv_precision == "u8" else 16
+        isa = os.environ.get("SHOAL_ISA", "auto")
         try:
-            return cls(core.Core(config, str(path), entries), spec)
+            spec = _spec(core, facts, path, kv_bytes, memory_bytes, max_step_tokens, max_batch)
+            settings: dict[str, Any] = {"blocks": spec.num_blocks, "checkpoints": spec.num_checkpoints}
+            settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa}
+            try:
+                made = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
+            except core.DamagedError:
+                packed = _pack_again(files, path)
+                made = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
+            return cls(made, spec)
         except core.FormatError as error:
             raise ModelFormatError(f"{path}: {error}", value=isa, hint="check SHOAL_ISA, or delete the file") from error
         except (MemoryError, RuntimeError) as error:
             hint = "lower kv_memory or threads, or free some memory"
             raise BackendError(
-                f"not enough memory or threads for {spec.name} ({error})", value=kv_bytes, hint=hint
+                f"not enough memory or threads for {files.name} ({error})", value=kv_bytes, hint=hint
             ) from error
 
     @property
@@ -126,10 +125,23 @@ class NativeRunner:
         if plan.chain > self._spec.max_chain:
             raise RunnerError(f"chain is {plan.chain}", value=plan.chain, limit=self._spec.max_chain)
         wanted = [s.seq_id for s in plan.sequences if s.want is Want.ARGMAX]
-        rows = sum(s.want is Want.LOGITS for s in plan.sequences)
+        rows = sum(s.rows for s in plan.sequences if s.want is Want.LOGITS)
         if rows > len(self._logits):
             self._logits = np.empty((rows, self._spec.vocab_size), np.float32)
-        sequences = [(s.tokens, s.start, s.block_table, _WANTS[s.want], s.top) for s in plan.sequences]
+        sequences = [
+            (
+                s.tokens,
+                s.start,
+                s.block_table,
+                _WANTS[s.want],
+                s.top,
+                s.rows,
+                s.seq_id,
+                _or_none(s.load),
+                _or_none(s.save),
+            )
+            for s in plan.sequences
+        ]
         try:
             tokens, tops = core.step(sequences, plan.copies, plan.chain, self._logits)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -143,7 +155,9 @@ class NativeRunner:
         )
 
     def release(self, seq_ids: Sequence[SeqId]) -> None:
-        """Nothing is kept per sequence."""
+        """Drop the recurrent state of these sequences."""
+        if self._core is not None and self._spec.recurrent:
+            self._core.release(list(seq_ids))
 
     def close(self) -> None:
         """Free weights, KV and threads. Idempotent."""
@@ -160,30 +174,51 @@ def packed_path(files: ModelFiles, cache_dir: Path) -> Path:
     return cache_dir / f"{files.key}.native-{pack.LAYOUT_VERSION}.pack"
 
 
+def _pack_again(files: ModelFiles, path: Path) -> pack.Packed:
+    """Pack, and remove what earlier versions of this package packed of the same model."""
+    write_packed(files, path)
+    for old in path.parent.glob(f"{files.key}.native-*.pack"):
+        version = old.name.removeprefix(f"{files.key}.native-").removesuffix(".pack")
+        if version.isdecimal() and int(version) < pack.LAYOUT_VERSION:
+            with contextlib.suppress(OSError):
+                old.unlink()
+    return pack.read_header(path)
+
+
 def write_packed(files: ModelFiles, path: Path) -> None:
     """Pack a GGUF. Raises the `ModelError` that says why it cannot be."""
-    model = read_gguf(files.path)
-    reason = describe.supports(model)
+    model = families.describe(read_gguf(files.path))
+    reason = describe.refuses(model)
     if reason is not None:
         raise BackendError(
             f"the native runner does not take {files.name}: {reason}", value=reason, hint="use runner='openvino'"
         )
-    pack.write_packed(path, describe.facts_of(model), describe.tensors_of(model), describe.orders_of(model))
+    describe.check(model, load_core())
+    pack.write_packed(path, describe.facts_of(model), describe.tensors_of(model))
 
 
 def _row_bytes(facts: dict[str, Any]) -> int:
-    """Memory of one row in a step: residual, queries, and the quantised inputs of the three products, twice."""
-    width = facts["embd"] + facts["ff"] + facts["heads"] * facts["dim"]
-    return int(2 * (facts["embd"] * 4 + width * 2) + facts["heads"] * facts["dim"] * 2)
+    """Memory of one row in a step: what `Step` in csrc/step.h keeps of it, with 8-bit inputs of the products twice."""
+    heads = inner = feed = columns = pairs = width = 0
+    for layer in facts["layers"]:
+        mixed, ff, used = layer.get("heads", 0) * layer.get("v_dim", 0), layer.get("ff", 0), layer.get("used", 0)
+        keys = layer.get("kv_heads", 0) * layer.get("dim", 0)
+        heads = max(heads, layer.get("heads", 0) * layer.get("dim", 0))
+        inner, feed = max(inner, mixed), max(feed, layer.get("shared", 0) if used else ff)
+        columns = max(columns, 3 * mixed + 2 * keys if layer.get("mixer", 0) > 1 else 0)
+        pairs, width = max(pairs, used), max(width, ff if used else 0)
+    embd = facts["embd"]
+    mixture = pairs * (embd * 4 + 2 * (embd + width))
+    return int(2 * (embd * 8 + (embd + feed + inner) * 2) + heads * 2 + inner * 4 + columns * 4 + mixture)
+
+
+def _or_none(checkpoint: int | None) -> int:
+    return -1 if checkpoint is None else checkpoint
 
 
 def _by_token(top: list[tuple[float, int]]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     top.sort(key=itemgetter(1))
     return np.array([token for _, token in top], np.int64), np.array([logit for logit, _ in top], np.float32)
-
-
-def _kv_bits(precision: KvPrecision) -> int:
-    return 8 if precision == "u8" else 16
 
 
 def _spec(
@@ -192,20 +227,26 @@ def _spec(
     path: Path,
     kv_bytes: int,
     memory_bytes: int | None,
-    kv_precision: KvPrecision,
     max_step_tokens: int,
+    max_batch: int,
 ) -> ModelSpec:
-    """Facts of a packed model, and how many blocks of KV fit the budget. `ConfigError` when none does."""
-    block_bytes = core.block_bytes(facts["layers"], facts["kv_heads"], facts["dim"], _kv_bits(kv_precision))
+    """Facts of a packed model, and how many blocks of KV fit the budget. `ConfigError` when none does.
+
+    A quarter of the budget goes to checkpoints, where a model has recurrent state.
+    """
+    block_bytes, state_bytes = core.sizes(facts)
     weight_bytes = path.stat().st_size
-    step_bytes = max_step_tokens * _row_bytes(facts) + _ROWS * facts["vocab"] * 4
-    blocks = min(kv_budget(kv_bytes, memory_bytes, weight_bytes + step_bytes) // block_bytes, 2**31 - 1)
+    step_bytes = max_step_tokens * _row_bytes(facts) + _ROWS * facts["vocab"] * 4 + max_batch * state_bytes
+    budget = kv_budget(kv_bytes, memory_bytes, weight_bytes + step_bytes)
+    checkpoints = max(1, min(MAX_CHECKPOINTS, budget // 4 // state_bytes)) if state_bytes else 0
+    blocks = min((budget - checkpoints * state_bytes) // block_bytes, 2**31 - 1)
     if blocks < 1:
+        needed, what = block_bytes + state_bytes, "and one checkpoint take" if state_bytes else "takes"
         raise ConfigError(
             f"kv_memory is {kv_bytes:,} bytes",
             value=kv_bytes,
-            limit=block_bytes,
-            hint=f"one block of KV takes {block_bytes:,} bytes: raise it to at least that",
+            limit=needed,
+            hint=f"one block of KV {what} {needed:,} bytes: raise it to at least that",
         )
     return ModelSpec(
         name=facts["name"],
@@ -221,5 +262,9 @@ def _spec(
         step_bytes=step_bytes,
         max_chain=MAX_CHAIN,
         max_top=MAX_TOP,
+        max_rows=_ROWS,
         exact=True,
+        recurrent=state_bytes > 0,
+        num_checkpoints=checkpoints,
+        checkpoint_bytes=state_bytes,
     )

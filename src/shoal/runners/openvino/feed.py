@@ -25,9 +25,9 @@ INPUTS = ("input_ids", "position_ids", "past_lens", "subsequence_begins", "block
 
 @dataclass(slots=True)
 class Wanted:
-    """Whose logits the rows of the output are: first those of `logits`, then those of `argmax`, then filler."""
+    """Whose logits the rows of the output are: first `logits` rows, then those of `argmax`, then filler."""
 
-    logits: list[SeqId] = field(default_factory=list)
+    logits: int = 0
     argmax: list[SeqId] = field(default_factory=list)
 
 
@@ -120,8 +120,8 @@ class Feed:
             add = batch.add_generated if each.generated else batch.add_prompt
             row = add(each.tokens, each.start, self._table(each.seq_id, each.block_table))
             if each.want is Want.LOGITS:
-                wanted.logits.append(each.seq_id)
-                rows.append(row)
+                wanted.logits += each.rows
+                rows += range(row + 1 - each.rows, row + 1)
             elif each.want is Want.ARGMAX:
                 wanted.argmax.append(each.seq_id)
                 argmax_rows.append(row)

@@ -20,7 +20,7 @@ from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 
 Precision: TypeAlias = Literal["auto", "bf16", "f32"]
 
-_ROWS = 64  # sequences of one step that the estimate of its memory counts logits for
+_ROWS = 64  # rows of logits that the estimate of a step's memory counts
 _ITEM_BYTES = {"bf16": 2, "f32": 4}
 
 
@@ -116,6 +116,7 @@ class OpenVINORunner:
             kv_bytes_per_token=kv.bytes_per_token,
             weight_bytes=source.weight_bytes,
             step_bytes=step_bytes,
+            max_rows=_ROWS,
             splits_decode=True,
         )
         runner = cls(source, compiled, spec, kv)
@@ -192,7 +193,7 @@ def _split(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
 
 
 def _output(logits: NDArray[np.float32], wanted: Wanted) -> StepOutput:
-    full = len(wanted.logits)
+    full = wanted.logits
     argmax = {}
     for seq_id, row in zip(wanted.argmax, logits[full:], strict=False):
         token = int(row.argmax())  # NaN, wherever it is, counts as the largest

@@ -10,6 +10,8 @@ from enum import Enum
 
 _WHITE = " \r\n\t"
 _ARGUMENTS = ("arguments", "parameters")
+_BESIDE = ("name", "function", "type", "id", "index", *_ARGUMENTS)  # what may stand in a call without arguments
+_NOTHING = ("", "null")  # what no arguments look like
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -53,7 +55,8 @@ class _At(Enum):
 class CallReader:
     """Reads `{"name": ..., "arguments": {...}}` in its spellings, from its first bracket on, however it is cut.
 
-    The verdict falls where the arguments begin; with `names`, only for a name among them. From there on it is a call
+    Arguments that are absent, null or a blank string are `{}`. The verdict falls where the arguments begin (where there
+    are none: at the end of the object); with `names`, only for a name among them. From there on it is a call
     whatever follows: arguments that turn out malformed are passed on as they stand, for the caller to judge. What
     never stands in JSON outside strings, `<`, ends the object: a closing tag is not swallowed.
     """
@@ -66,7 +69,8 @@ class CallReader:
         self._key = ""
         self._name: str | None = None
         self._early: str | None = None  # arguments that came before the name
-        self._raw: list[str] = []  # of the string, or of early arguments
+        self._raw: list[str] = []  # of the string, of early arguments, or of what may turn out to be no arguments
+        self._strange = False  # a key that calls do not have
         self._is_key = True
         self._nesting = _Nesting()
         self._quoted = _Unescape()
@@ -121,12 +125,10 @@ class CallReader:
             self._string(c)
         elif self._at is _At.SKIPPED:
             self._skip(c)
-        elif self._at is _At.SCALAR and c not in ",}" + _WHITE:
-            self.verdict = self.verdict if c.isalnum() or c in "+-." else Verdict.REFUSED
+        elif self._at is _At.SCALAR:
+            self._scalar(c)
         elif c not in _WHITE:
             self._structure(c)
-        elif self._at is _At.SCALAR:
-            self._at = _At.COMMA
         return True
 
     # -- on the way to the arguments ----------------------------------------------------------------------------
@@ -141,9 +143,9 @@ class CallReader:
             self._at = _At.VALUE
         elif at is _At.VALUE:
             self._value(c)
-        elif at in (_At.COMMA, _At.SCALAR) and c == ",":
+        elif at is _At.COMMA and c == ",":
             self._at = _At.KEY
-        elif at in (_At.COMMA, _At.SCALAR, _At.KEY) and c == "}":
+        elif at in (_At.COMMA, _At.KEY) and c == "}":
             self._close()
         else:
             self.verdict = Verdict.REFUSED
@@ -164,11 +166,12 @@ class CallReader:
             return
         if self._is_key:
             self._key, self._at = value, _At.COLON
+            self._strange = self._strange or value not in _BESIDE
             return
         self._at = _At.COMMA
         if self._key == "name" or (self._key == "function" and self._level == 1):
             self._name = self._name or value
-        elif self._key in _ARGUMENTS:
+        elif self._key in _ARGUMENTS and value.strip(_WHITE) not in _NOTHING:
             self._early = value
             self.verdict = self.verdict if value.lstrip(_WHITE).startswith("{") else Verdict.REFUSED
 
@@ -182,8 +185,22 @@ class CallReader:
         elif c in "{[":
             self._begin_skip(c)
         else:
-            self._at = _At.SCALAR
-            self.verdict = self.verdict if c.isalnum() or c == "-" else Verdict.REFUSED
+            self._raw, self._at = [], _At.SCALAR
+            self._scalar(c)
+
+    def _scalar(self, c: str) -> None:
+        """A character of a number or a word, or the one behind it; as arguments only `null` will do."""
+        nothing = self._key in _ARGUMENTS and self._early is None
+        if c in ",}" + _WHITE:
+            self._at = _At.COMMA
+            if nothing and "".join(self._raw) != "null":
+                self.verdict = Verdict.REFUSED
+            elif c not in _WHITE:
+                self._structure(c)
+            return
+        self._raw.append(c)
+        ok = "null".startswith("".join(self._raw)) if nothing else c.isalnum() or c in "+-."
+        self.verdict = self.verdict if ok else Verdict.REFUSED
 
     def _begin_skip(self, c: str) -> None:
         self._nesting, self._raw, self._at = _Nesting(), [], _At.SKIPPED
@@ -205,24 +222,25 @@ class CallReader:
         self._at = _At.COMMA
         if self._level == 0:
             self._level, self._at = -1, _At.END
-            if self._early is None or not self._commit():
+            if (self._early is None and self._strange) or not self._commit():
                 self.verdict = Verdict.REFUSED
                 return
-            self._fragment.append(self._early)
+            self._fragment.append("{}" if self._early is None else self._early)
             self._done = True
 
     # -- the arguments ------------------------------------------------------------------------------------------
 
     def _begin_arguments(self, c: str) -> None:
         if c not in '{"':
-            self.verdict = Verdict.REFUSED
+            self._raw, self._at = [], _At.SCALAR
+            self._scalar(c)
         elif self._name is None:  # they stand before the name
             if c == "{":
                 self._begin_skip(c)
             else:
                 self._begin_string(is_key=False)
         elif c == '"':
-            self._at = _At.QUOTED
+            self._raw, self._at = [], _At.QUOTED
         elif self._commit():
             self._nesting, self._at = _Nesting(), _At.ARGUMENTS
             self._argument(c)
@@ -247,8 +265,8 @@ class CallReader:
         return True
 
     def _quote(self, c: str) -> bool:
-        if self.verdict is Verdict.CALL and c == '"' and not self._quoted.pending:
-            self._end_arguments()
+        if c == '"' and not self._quoted.pending:
+            self._close_quote()
             return True
         self._broken = self._broken or c == "\n"
         if c == "<" and self._broken:
@@ -257,8 +275,18 @@ class CallReader:
         if self.verdict is Verdict.CALL or (text == "{" and self._commit()):
             self._fragment.append(text)
         elif text and text not in _WHITE:
-            self.verdict = Verdict.REFUSED
+            self._raw.append(text)
+            self.verdict = self.verdict if "null".startswith("".join(self._raw)) else Verdict.REFUSED
         return True
+
+    def _close_quote(self) -> None:
+        """A string of arguments ends; one in which nothing stood, or null, is a call without any."""
+        if self.verdict is Verdict.OPEN:
+            if "".join(self._raw) not in _NOTHING or not self._commit():
+                self.verdict = Verdict.REFUSED
+                return
+            self._fragment.append("{}")
+        self._end_arguments()
 
     def _end_arguments(self) -> None:
         self._done, self._at = True, _At.TAIL

@@ -16,8 +16,8 @@ from shoal.server.errors import bad_request
 from shoal.server.generation import Api, Call, choice_seeds, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
 from shoal.server.openai.fields import make_sampling
-from shoal.server.openai.logprobs import chat_logprobs
-from shoal.server.openai.prompts import Chat, chat_tokens, tool_style
+from shoal.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from shoal.server.openai.prompts import Chat, prompt_tokens, tool_style
 from shoal.server.openai.schemas import ChatRequest
 from shoal.server.openai.toolcalls import Piece, WrittenCall, note_call
 from shoal.server.openai.tools import ToolUse, tool_use
@@ -62,17 +62,19 @@ def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequ
     codec = inputs.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "messages")
-    tokens = chat_tokens(codec, Chat(body.messages, use.shown, body.chat_template_kwargs))
     arguments = body.sampling()
     schema = body.response_format.schema_of() if body.response_format is not None else None
     held = use.held(inputs, tool_style(codec), schema, "tools.{}.function.parameters")
     if held and body.structured_outputs is not None:
         raise bad_request("structured_outputs contradicts response_format or tools", "structured_outputs")
     arguments.update(held)
+    tokens = prompt_tokens(inputs, Chat(body.messages, use.shown, body.chat_template_kwargs))
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     arguments["max_tokens"] = output_limit(served, len(tokens), wanted)
     if body.logprobs:
         arguments["logprobs"] = body.top_logprobs or 0
+    if body.prompt_logprobs is not None:
+        arguments["prompt_logprobs"] = body.prompt_logprobs
     seeds = choice_seeds(arguments.pop("seed", None), body.n or 1)
     return [api.request(body, tokens, make_sampling({**arguments, "seed": seed})) for seed in seeds]
 
@@ -160,7 +162,11 @@ def _whole(call: Call, body: ChatRequest, answers: Sequence[Answer]) -> dict[str
         if body.return_token_ids:
             choice["token_ids"] = answer.tokens
         choices.append(choice)
-    return {**_head(call, "chat.completion"), "choices": choices, "usage": call.usage(per_prompt=len(answers))}
+    whole = {**_head(call, "chat.completion"), "choices": choices, "usage": call.usage(per_prompt=len(answers))}
+    codec = call.served.engine.inputs.codec
+    if body.prompt_logprobs is not None and codec is not None:
+        whole["prompt_logprobs"] = prompt_logprobs(call.results[0].prompt_logprobs, codec, body.prompt_logprobs)
+    return whole
 
 
 class ChatWriter(ChoiceWriter):

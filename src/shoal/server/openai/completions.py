@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
@@ -16,7 +17,7 @@ from shoal.server.errors import bad_request
 from shoal.server.generation import Api, Call, choice_seeds, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
 from shoal.server.openai.fields import make_sampling
-from shoal.server.openai.logprobs import text_logprobs
+from shoal.server.openai.logprobs import TextLogprobs, prompt_logprobs
 from shoal.server.openai.schemas import CompletionRequest
 from shoal.server.sse import ChoiceWriter, EventStream, Template, encode
 from shoal.types import Event, FinishReason, Request, Result
@@ -38,8 +39,6 @@ async def completions(api: Api, http: HttpRequest, body: CompletionRequest) -> R
     api.check_count(count * len(prompts), "n")
     if body.best_of not in (None, count):
         raise bad_request("best_of other than n is not supported", "best_of", "unsupported_parameter")
-    if body.echo and body.logprobs is not None:
-        raise bad_request("echo with logprobs is not supported", "echo", "unsupported_parameter")
     call = await api.open(http, body, lambda served: _requests(api, served, body, prompts), NAMES)
     texts = [Text(call, body, index, prompts[index // count]) for index in range(count * len(prompts))]
     if body.stream:
@@ -58,21 +57,24 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     if not given:
         raise bad_request("prompt is empty", "prompt")
     if isinstance(given[0], int):
-        return [[token for token in given if isinstance(token, int)]]
-    return [prompt for prompt in given if isinstance(prompt, str | list)]
+        return [given]
+    return cast("list[Prompt]", given)
 
 
 def _requests(api: Api, served: Served, body: CompletionRequest, prompts: Sequence[Prompt]) -> Sequence[Request]:
-    codec = served.engine.inputs.codec
+    inputs = served.engine.inputs
     requests = []
     arguments = body.sampling()
     if body.logprobs is not None:
         arguments["logprobs"] = body.logprobs
+    told = [body.prompt_logprobs, body.logprobs if body.echo else None, 0 if body.max_tokens == 0 else None]
+    if any(count is not None for count in told):
+        arguments["prompt_logprobs"] = max(count for count in told if count is not None)
     seeds = choice_seeds(arguments.pop("seed", None), body.n or 1)
     for prompt in prompts:
-        if isinstance(prompt, str) and codec is None:
+        if isinstance(prompt, str) and inputs.codec is None:
             raise bad_request("the served model has no tokenizer: send token ids", "prompt")
-        tokens = prompt if isinstance(prompt, list) else codec.encode(prompt, add_special=True) if codec else []
+        tokens = prompt if isinstance(prompt, list) else inputs.encode(prompt)
         if not tokens:
             raise bad_request("prompt is empty", "prompt")
         # 16 is what the API documents for this endpoint.
@@ -92,21 +94,27 @@ class Text:
         self._body = body
         self._prompt = prompt
         self._begun = False
+        self._echoed = self._echo()
+        self._codec = call.served.engine.inputs.codec
+        self._logprobs = self._fresh_logprobs()
 
     def take(self, happened: Event) -> dict[str, Any]:
         """Take an event in; gives the chunk it makes."""
-        new = happened.text if self._begun else self._echo() + happened.text
-        offset = len(self.text)
+        first = not self._begun
+        new = self._echoed + happened.text if first else happened.text
         self.text += new
         self._begun = True
-        choice = self._choice(new, happened.logprobs, offset, happened.result)
+        choice = self._choice(new, self._told(self._logprobs, happened, first=first), happened.result)
         if self._body.return_token_ids:
             choice["token_ids"] = list(happened.tokens)
         return choice
 
     def whole(self, result: Result) -> dict[str, Any]:
         """The whole choice."""
-        choice = self._choice(self.text, result.logprobs, 0, result)
+        choice = self._choice(self.text, self._told(self._fresh_logprobs(), result, first=True), result)
+        if self._body.prompt_logprobs is not None:
+            assert self._codec is not None
+            choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs, self._codec, self._body.prompt_logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = list(result.tokens)
         return choice
@@ -119,18 +127,23 @@ class Text:
         codec = self._call.served.engine.inputs.codec
         return b"".join(map(codec.token_bytes, self._prompt)).decode("utf-8", "replace") if codec is not None else ""
 
-    def _choice(self, text: str, entries: Sequence[Any], offset: int, result: Result | None) -> dict[str, Any]:
-        codec = self._call.served.engine.inputs.codec
+    def _fresh_logprobs(self) -> TextLogprobs | None:
+        wanted = self._body.logprobs is not None
+        return TextLogprobs(self._codec) if wanted and self._codec is not None else None
+
+    def _told(self, form: TextLogprobs | None, news: Event | Result, *, first: bool) -> dict[str, Any] | None:
+        """The log-probabilities of new tokens; those of the prompt come first where it is echoed."""
+        if form is None or not (first and self._body.echo):
+            return None if form is None else form.take(news.logprobs)
+        most = self._body.logprobs or 0
+        prompt = [replace(entry, top=entry.top[:most]) for entry in news.prompt_logprobs]
+        return form.take([*prompt, *news.logprobs], self._call.prompt(self.index)[0])
+
+    def _choice(self, text: str, logprobs: dict[str, Any] | None, result: Result | None) -> dict[str, Any]:
         reason = None
         if result is not None:
             reason = "length" if result.finish_reason is FinishReason.LENGTH else "stop"
-        wanted = self._body.logprobs is not None and codec is not None
-        return {
-            "index": self.index,
-            "text": text,
-            "logprobs": text_logprobs(entries, codec, offset) if wanted and codec is not None else None,
-            "finish_reason": reason,
-        }
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _head(call: Call) -> dict[str, Any]:

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from shoal.types import Namespace, Priority, SamplingParams
 
+T = TypeVar("T")
+Listed = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first wrong element is told: a fault for each of a million costs gigabytes."""
+
+MAX_FIELDS = 64  # of one object that has fields of ours
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """A check of how many entries an object or a list has, before any of them is looked at."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict | list) and len(given) > limit:
+            told = {"count": len(given), "limit": limit}
+            raise PydanticCustomError("too_many", "{count} entries are too many, the limit is {limit}", told)
+        return given
+
+    return BeforeValidator(check)
+
+
+Label = Annotated[str, Field(max_length=4096)]  # what is repeated in answers or in the log
 StopString = Annotated[str, Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Strict(BaseModel):
-    """Types are not coerced and unknown fields are refused."""
+    """Types are not coerced, unknown fields are refused, and null is the same as absent, whatever the field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, serialize_by_alias=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """SDKs send back what they were sent with a null for each field that they know and nobody set."""
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            told = {"count": len(given), "limit": MAX_FIELDS}
+            raise PydanticCustomError("too_many", "{count} fields are too many, the limit is {limit}", told)
+        if isinstance(given, dict) and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
 
 
 def contradiction(param: str, message: str) -> PydanticCustomError:
@@ -44,14 +75,14 @@ class StructuredOutputs(Strict):
 class Common(Strict):
     """Fields of every endpoint that generates."""
 
-    model: str | None = None
+    model: Annotated[str, Field(max_length=300)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
-    user: str | None = None
+    user: Label | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
+    metadata: Annotated[dict[Label, Label], at_most(64)] | None = None
+    safety_identifier: Label | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
@@ -97,22 +128,25 @@ class Sampled(Common):
     """Fields of chat and text completions."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: StopString | Annotated[Listed[StopString], at_most(16)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], at_most(10_000)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     stream_options: StreamOptions | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Listed[Annotated[int, Field(ge=0, le=2**31)]] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise contradiction("stream_options", "needs stream to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise contradiction("prompt_logprobs", "come with whole answers: leave stream out")
         return self
 
     def sampling(self) -> dict[str, Any]:

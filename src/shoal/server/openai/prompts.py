@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
-from shoal.engine.inputs import Codec
+from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loading import ModelCodec
-from shoal.server.openai.schemas import ChatMessage, Tool
+from shoal.server.openai.schemas import ChatMessage, Tool, ToolCall
 
 
 class ToolStyle(Enum):
@@ -40,6 +41,21 @@ class Chat:
     variables: Mapping[str, Any] | None = None
 
 
+def prompt_tokens(inputs: InputProcessor, chat: Chat) -> list[int]:
+    """Tokens of a conversation up to where the answer begins, for the model that is served.
+
+    Raises `InvalidRequestError`, and `PromptTooLongError` before a conversation that is far too long is rendered.
+    """
+    assert inputs.codec is not None
+    inputs.check_text(*map(_content, chat.messages), *map(_described, chat.tools))
+    return chat_tokens(inputs.codec, chat)
+
+
+def _described(tool: Tool) -> str:
+    """A tool as the model reads it."""
+    return _json(tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}))
+
+
 def tool_style(codec: Codec) -> ToolStyle:
     """The format of the model's family, read off its chat template."""
     source = _template(codec)
@@ -57,10 +73,10 @@ def _template(codec: Codec) -> str:
 def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
     """Tokens of a conversation up to where the answer begins. Raises `InvalidRequestError`."""
     native = "tools" in _template(codec)
-    messages = [_message(message, native=native) for message in chat.messages]
+    messages = [_message(message, native=native) for message in _in_order(chat.messages, native=native)]
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in chat.tools]
     if tools and not native:
-        messages = _with_system(messages, _EXPLAIN.format(tools="\n".join(map(json.dumps, tools))))
+        messages = _with_system(messages, _EXPLAIN.format(tools="\n".join(map(_described, chat.tools))))
     if not isinstance(codec, ModelCodec):
         return codec.encode_messages(messages)
     variables = dict(chat.variables or {})
@@ -68,6 +84,30 @@ def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
         variables.pop(name, None)
     text = codec.tokenizer.chat_template.render(messages, tools=tools if native and tools else None, **variables)
     return codec.tokenizer.encode_chat(text)
+
+
+def _in_order(messages: Sequence[ChatMessage], *, native: bool) -> list[ChatMessage]:
+    """The messages with the results of tools in the order of their calls, each under the name of its tool.
+
+    Where results are shown as text, one that stands alone needs no name.
+    """
+    ordered: list[ChatMessage] = []
+    for are_results, group in groupby(messages, key=lambda message: message.role == "tool"):
+        if not are_results:
+            ordered += group
+            continue
+        calls = ordered[-1].tool_calls or () if ordered else ()
+        place = {call.id: number for number, call in enumerate(calls)}
+        name = {call.id: call.function.name for call in calls} if native or len(calls) > 1 else {}
+        results = sorted(group, key=lambda result: place.get(result.tool_call_id or "", len(place)))
+        ordered += [
+            result.model_copy(update={"name": result.name or name.get(result.tool_call_id or "")}) for result in results
+        ]
+    return ordered
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _message(message: ChatMessage, *, native: bool) -> dict[str, Any]:
@@ -85,14 +125,25 @@ def _message(message: ChatMessage, *, native: bool) -> dict[str, Any]:
                 plain[name] = value
         return plain
     if role == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        named = f"{message.name}: " if message.name else ""
+        return {"role": "user", "content": f"<tool_response>\n{named}{content}\n</tool_response>"}
     if calls:
         written = [
-            f'<tool_call>\n{{"name": {json.dumps(c.function.name)}, "arguments": {c.function.arguments}}}\n</tool_call>'
-            for c in calls
+            f'<tool_call>\n{{"name": {_json(call.function.name)}, "arguments": {_as_json(call)}}}\n</tool_call>'
+            for call in calls
         ]
         content = "\n".join([content, *written] if content else written)
     return {"role": role, "content": content}
+
+
+def _as_json(call: ToolCall) -> str:
+    """The arguments of a call; ones that are no JSON as a string, so that what holds them is."""
+    arguments = call.function.arguments
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return _json(arguments)
+    return arguments
 
 
 def _content(message: ChatMessage) -> str:

@@ -16,7 +16,7 @@ from shoal.server.generation import Api, Call, Wave, disconnected, output_limit,
 from shoal.server.hub import Served
 from shoal.server.openai.calljson import CallDelta
 from shoal.server.openai.fields import make_sampling
-from shoal.server.openai.prompts import Chat, chat_tokens, tool_style
+from shoal.server.openai.prompts import Chat, prompt_tokens, tool_style
 from shoal.server.openai.responses_schemas import ResponsesRequest
 from shoal.server.openai.toolcalls import Piece
 from shoal.server.openai.tools import ToolUse, tool_use
@@ -56,10 +56,10 @@ def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> 
     codec = inputs.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "input")
-    tokens = chat_tokens(codec, Chat(body.messages(), use.shown))
     arguments = body.sampling()
     schema = body.schema_of()
     held = use.held(inputs, tool_style(codec), schema, "tools.{}.parameters")
+    tokens = prompt_tokens(inputs, Chat(body.messages(), use.shown))
     limit = output_limit(served, len(tokens), body.max_output_tokens)
     return api.request(body, tokens, make_sampling({**arguments, **held, "max_tokens": limit}))
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from shoal.server.errors import bad_request
-from shoal.server.openai.fields import Common, Strict
+from shoal.server.openai.fields import Common, Listed, Strict, at_most
 from shoal.server.openai.schemas import (
+    MAX_TOOLS,
     ChatMessage,
     Function,
     FunctionCall,
@@ -18,6 +19,7 @@ from shoal.server.openai.schemas import (
     TextPart,
     Tool,
     ToolCall,
+    call_arguments,
 )
 
 
@@ -27,8 +29,8 @@ class Part(Strict):
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Listed[Any] | None = None
+    logprobs: Listed[Any] | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> Part:
@@ -44,18 +46,18 @@ class Item(Strict):
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
+    content: str | Listed[Part] | None = None
     phase: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Listed[Part] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Item:
         needed = {
             "message": ("role", "content"),
-            "function_call": ("call_id", "name", "arguments"),
+            "function_call": ("call_id", "name"),
             "function_call_output": ("call_id", "output"),
         }
         for field in needed[self.type]:
@@ -101,7 +103,7 @@ class FlatNamedTool(Strict):
     """The one tool that must be called."""
 
     type: Literal["function"]
-    name: str
+    name: Annotated[str, Field(max_length=128)]
 
 
 class ReasoningOptions(Strict):
@@ -120,10 +122,10 @@ class ResponsesStreamOptions(Strict):
 class ResponsesRequest(Common):
     """`POST /v1/responses`. Stateless: nothing is kept, so nothing of before can be named."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Listed[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    tools: list[FlatTool] | None = None
+    tools: Annotated[Listed[FlatTool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -153,7 +155,13 @@ class ResponsesRequest(Common):
     def chat_tools(self) -> list[Tool]:
         """The tools in the form of chat completions."""
         return [
-            Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools or ()
+            Tool(
+                type="function",
+                function=Function(
+                    name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+                ),
+            )
+            for tool in self.tools or ()
         ]
 
     def choice(self) -> str | NamedTool | None:
@@ -172,7 +180,7 @@ class ResponsesRequest(Common):
 
 def _message(item: Item) -> ChatMessage:
     if item.type == "function_call":
-        function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
+        function = FunctionCall(name=item.name or "", arguments=call_arguments(item.arguments))
         return ChatMessage(role="assistant", tool_calls=[ToolCall(id=item.call_id or "", function=function)])
     if item.type == "function_call_output":
         return ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output))

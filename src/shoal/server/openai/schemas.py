@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from shoal.server.openai.fields import Sampled, Strict, contradiction
+from shoal.server.openai.fields import Listed, Sampled, Strict, at_most, contradiction
 
+MAX_TOOLS = 512  # of a call, and calls in a message
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -25,11 +26,16 @@ class TextPart(Strict):
         return self
 
 
+def call_arguments(text: str | None) -> str:
+    """Arguments of a call as JSON text: nothing, however models and clients spell it, is `{}`."""
+    return "{}" if text is None or text.strip() in ("", "null") else text
+
+
 class FunctionCall(Strict):
     """What an assistant called; `arguments` is JSON text."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(call_arguments)] = "{}"
 
 
 class ToolCall(Strict):
@@ -45,13 +51,13 @@ class ChatMessage(Strict):
     """One message of a conversation, the caller's or one that an answer brought."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Listed[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[Listed[ToolCall], at_most(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    annotations: list[dict[str, Any]] | None = None
+    annotations: Listed[dict[str, Any]] | None = None
     audio: None = None
     function_call: None = None
 
@@ -85,7 +91,7 @@ class Tool(Strict):
 class NamedFunction(Strict):
     """A name."""
 
-    name: str
+    name: Annotated[str, Field(max_length=128)]
 
 
 class NamedTool(Strict):
@@ -127,15 +133,15 @@ class ResponseFormat(Strict):
 class ChatRequest(Sampled):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[Listed[Tool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Listed[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     audio: None = None
     prediction: None = None
@@ -154,14 +160,42 @@ class ChatRequest(Sampled):
         return self
 
 
+def _kind_of_prompts(given: Any) -> str | None:
+    """Which branch a prompt is held to: its first element tells. None for what is none of them."""
+    first = given[0] if isinstance(given, list) and given else ""
+    kinds = {str: "Texts", int: "Tokens", list: "TokenLists"}
+    return "Text" if isinstance(given, str) else kinds.get(type(first)) if isinstance(given, list) else None
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("Text")]
+    | Annotated[Listed[str], Tag("Texts")]
+    | Annotated[Listed[int], Tag("Tokens")]
+    | Annotated[Listed[Listed[int]], Tag("TokenLists")],
+    Discriminator(
+        _kind_of_prompts,
+        custom_error_type="prompt",
+        custom_error_message="it must be a text, a list of texts, a list of token ids, or a list of such lists",
+    ),
+]
+"""The four forms of a prompt, of which only one is tried."""
+
+
 class CompletionRequest(Sampled):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     suffix: None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise contradiction("max_tokens", "is 0: only with echo or prompt_logprobs")
+        return self
 
 
 class TokenizeRequest(Strict):
@@ -169,8 +203,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: Listed[ChatMessage] | None = None
+    tools: Annotated[Listed[Tool], at_most(MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
@@ -181,14 +215,14 @@ class TokenizeRequest(Strict):
 
 
 class LoadRequest(Strict):
-    """`POST /v1/models/load`: a model of the store. Calls in flight may go on for `drain_s`."""
+    """`POST /models/load`: a model of the store. Calls in flight may go on for `drain_s`."""
 
     model: Annotated[str, Field(min_length=1, max_length=300)]
     drain_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0
 
 
 class UnloadRequest(Strict):
-    """`POST /v1/models/unload`."""
+    """`POST /models/unload`."""
 
     model: str | None = None
     drain_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0

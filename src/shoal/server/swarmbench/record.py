@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.agents.swarm import Card, Specialist, State, Summary
+from shoal.agents.cards import Card, CardState, Specialist, Summary
 from shoal.server.swarmbench.steps import StepLog
 from shoal.types import FinishReason, Result
 
@@ -67,7 +67,7 @@ def card_numbers(card: Card, now: float, began: float) -> Document:
         ttft = result.ttft_s
     seq = card.handle.request_state.seq if card.handle is not None and card.handle.request_state is not None else None
     return {
-        "state": "cancelled" if card.state is State.ABORTED else str(card.state),
+        "state": "cancelled" if card.state is CardState.ABORTED else str(card.state),
         "tokens": card.tokens,
         "tokens_per_s": round(card.tokens_per_s(now), 1),
         "ttft_ms": None if ttft is None else round(ttft * 1e3, 1),

@@ -57,7 +57,7 @@ def _page_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
     instance = secrets.token_hex(8)  # another one after a restart: that is how the page knows
     wanted: dict[str, float] = {}  # the stall bound that was asked for, for every model that is loaded from then on
 
-    @app.get("/v1/page")
+    @app.get("/swarmbench/state")
     async def page() -> dict[str, Any]:
         served, (healthy, state) = api.hub.served, api.hub.health()
         told: dict[str, Any] = {"instance": instance, "version": __version__, "healthy": healthy, **state}
@@ -81,7 +81,7 @@ def _page_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
             }
         return told
 
-    @app.post("/v1/page")
+    @app.post("/swarmbench/state")
     async def settings(body: SettingsRequest) -> dict[str, Any]:
         wanted["max_stall_ms"] = body.max_stall_ms
         return await page()
@@ -94,7 +94,7 @@ async def _set_stall(engine: Any, wanted: dict[str, float]) -> None:
 
 
 def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
-    @app.post("/v1/swarms")
+    @app.post("/swarmbench/runs")
     async def start(http: HttpRequest, body: SwarmRequest) -> dict[str, Any]:
         if api.config.log_prompts:
             http.scope["state"]["record"]["body"] = body.model_dump(exclude_none=True)
@@ -112,7 +112,7 @@ def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
         run = await runs.start(order, body.model)
         return {"id": run.id, "title": run.document["title"], "seed": order.seed}
 
-    @app.get("/v1/swarms/{run_id}/events")
+    @app.get("/swarmbench/runs/{run_id}/events")
     async def events(
         run_id: str,
         after: Annotated[int | None, Query(ge=0)] = None,
@@ -121,48 +121,48 @@ def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
         pieces = await runs.follow(run_id, after if after is not None else last_event_id)
         return StreamingResponse(pieces, media_type="text/event-stream", headers=_STREAM)
 
-    @app.post("/v1/swarms/{run_id}/stop")
+    @app.post("/swarmbench/runs/{run_id}/stop")
     async def stop(run_id: str, body: StopRequest) -> dict[str, Any]:
         await runs.stop(run_id, body.card)
         return {"id": run_id, "stopping": True}
 
 
 def _history_routes(app: FastAPI, runs: SwarmRuns) -> None:
-    @app.get("/v1/swarms")
+    @app.get("/swarmbench/runs")
     async def search(
         q: Annotated[str, Query(max_length=200)] = "", limit: Limit = 50, offset: Offset = 0
     ) -> dict[str, Any]:
         return {"object": "list", "data": await runs.search(q, limit, offset)}
 
-    @app.get("/v1/swarms/{run_id}")
+    @app.get("/swarmbench/runs/{run_id}")
     async def record(run_id: str, form: Literal["json", "markdown"] = "json") -> Response:
         document = await runs.record(run_id)
         if form == "markdown":
             return PlainTextResponse(to_markdown(document), media_type="text/markdown")
         return JSONResponse(document)
 
-    @app.patch("/v1/swarms/{run_id}")
+    @app.patch("/swarmbench/runs/{run_id}")
     async def rename(run_id: str, body: RenameRequest) -> dict[str, Any]:
         await runs.rename(run_id, body.title)
         return {"id": run_id, "title": body.title}
 
-    @app.delete("/v1/swarms/{run_id}")
+    @app.delete("/swarmbench/runs/{run_id}")
     async def delete(run_id: str) -> dict[str, Any]:
         await runs.delete(run_id)
         return {"id": run_id, "deleted": True}
 
 
 def _storage_routes(app: FastAPI, storage: Storage, runs: SwarmRuns) -> None:
-    @app.get("/v1/storage")
+    @app.get("/swarmbench/storage")
     async def describe() -> dict[str, Any]:
         count, size = await runs.size()
         return {**await asyncio.to_thread(storage.describe), "history": {"runs": count, "bytes": size}}
 
-    @app.post("/v1/storage")
+    @app.post("/swarmbench/storage")
     async def pull(body: PullRequest) -> dict[str, Any]:
         pull = await asyncio.to_thread(storage.pull, body.name)
         return {"name": pull.name, "stage": pull.stage}
 
-    @app.delete("/v1/storage/{name:path}")
+    @app.delete("/swarmbench/storage/{name:path}")
     async def remove(name: str) -> dict[str, Any]:
         return {"name": name, "freed_bytes": await asyncio.to_thread(storage.remove, name)}

@@ -1,4 +1,4 @@
-"""One swarm on the server: a thread follows it, and what changes is kept as frames, to be read from any point.
+"""One swarm on the server: a task follows it, and what changes is kept as frames, to be read from any point.
 
 The run belongs to the server, not to the page that began it: a page that is loaded again takes a snapshot and goes on
 from there.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shoal.agents.swarm import SYNTHESIS, Specialist, State, Swarm, swarm_sampling
+from shoal.agents.cards import CardState, Specialist
+from shoal.agents.swarm import SYNTHESIS, Swarm, swarm_sampling
 from shoal.engine.engine import Engine
 from shoal.errors import ShoalError
 from shoal.server.swarmbench.record import Document, apply, card_numbers, new_phase, phase_summary
@@ -56,15 +55,15 @@ class _Phase:
     name: str
     swarm: Swarm
     log: StepLog
-    told: dict[int, tuple[State, int, int]] = field(default_factory=dict)  # card: state, tokens, characters
+    told: dict[int, tuple[CardState, int, int]] = field(default_factory=dict)  # card: state, tokens, characters
     steps_told: int = 0
 
 
 class SwarmRun:
     """A run from its order to its end, and its record.
 
-    Invariant: `frames` only grows, and `document` is what all of them make of an empty record. Both belong to the event
-    loop; the run's own thread pumps the swarm and hands frames over. `finished`: nothing more will come.
+    Invariant: `frames` only grows, and `document` is what all of them make of an empty record. All of it belongs to the
+    event loop. `finished`: nothing more will come.
     """
 
     def __init__(self, order: SwarmOrder, engine: Engine, model: str, ended: Callable[[SwarmRun], None]) -> None:
@@ -78,10 +77,8 @@ class SwarmRun:
         self._ended = ended
         self._note: str | None = None
         self._stopped = False
-        self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()  # a new one for each frame
         self._over = asyncio.Event()
-        self._commands: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._together = self._phase("together")
         self._alone: _Phase | None = None
         spec = engine.spec
@@ -99,17 +96,20 @@ class SwarmRun:
             "same_texts": None,
             "single_tokens_per_s": None,
         }
-        self._thread = threading.Thread(target=self._live, name=f"swarm-{self.id}", daemon=True)
-
-    # -- on the event loop --------------------------------------------------------------------------------------
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        self._task = asyncio.get_running_loop().create_task(self._live(), name=f"swarm-{self.id}")
 
     def stop(self, card: int | None) -> None:
         """End one card (the synthesis has the number after the last agent's), or all and what is still to come."""
-        self._commands.put(card)
+        swarm = (self._alone or self._together).swarm
+        if card is None:
+            self._stopped = True
+            swarm.abort()
+        elif card < len(swarm.everyone):
+            swarm.abort(swarm.everyone[card])
 
     async def changed(self, timeout_s: float) -> bool:
         """True when there are more frames, False after that time."""
@@ -130,17 +130,17 @@ class SwarmRun:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # -- on the run's thread ------------------------------------------------------------------------------------
+    # -- the run's task -----------------------------------------------------------------------------------------
 
-    def _live(self) -> None:
+    async def _live(self) -> None:
         try:
-            self._follow(self._together)
+            await self._follow(self._together)
             states = {card.state for card in self._together.swarm.everyone}
-            if self._order.one_by_one and not self._stopped and states == {State.DONE}:
+            if self._order.one_by_one and not self._stopped and states == {CardState.DONE}:
                 self._alone = self._phase("one_by_one")
-                self._follow(self._alone)
+                await self._follow(self._alone)
         finally:
-            self._hand_over({"end": self._end()})
+            self._append({"end": self._end()})
 
     def _phase(self, name: str) -> _Phase:
         order, together = self._order, name == "together"
@@ -156,8 +156,8 @@ class SwarmRun:
         log = StepLog(swarm.everyone, len(swarm.cards), self._engine.spec.block_bytes, time.perf_counter())
         return _Phase(name, swarm, log)
 
-    def _follow(self, phase: _Phase) -> None:
-        """Run a phase to its end, telling what changes."""
+    async def _follow(self, phase: _Phase) -> None:
+        """Run a phase to its end, telling what changes. A refusal ends the swarm, not the run's record."""
 
         def listen(record: StepRecord) -> None:
             phase.log.note(record, time.perf_counter())
@@ -165,39 +165,23 @@ class SwarmRun:
         self._engine.listen(listen)
         try:
             phase.log.began = time.perf_counter()
-            self._guarded(lambda: phase.swarm.start(self._engine))
+            phase.swarm.start(self._engine)
             while not phase.swarm.finished:
-                self._obey(phase)
-                self._guarded(lambda: phase.swarm.pump(_FRAME_S))
+                await phase.swarm.pump(_FRAME_S)
                 self._tell(phase)
+        except ShoalError as error:
+            self._note = str(error)
         finally:
             self._engine.unlisten(listen)
         self.results += [card.result for card in phase.swarm.everyone if card.result is not None]
         self._tell(phase)
-
-    def _guarded(self, act: Callable[[], object]) -> None:
-        """A refusal ends the swarm, not the run's record."""
-        try:
-            act()
-        except ShoalError as error:
-            self._note = str(error)
-
-    def _obey(self, phase: _Phase) -> None:
-        while not self._commands.empty():
-            number = self._commands.get()
-            cards = phase.swarm.everyone
-            if number is None:
-                self._stopped = True
-                phase.swarm.abort()
-            elif number < len(cards):
-                phase.swarm.abort(cards[number])
 
     def _tell(self, phase: _Phase) -> None:
         """Hand over what changed since the last time, if anything did."""
         now = time.perf_counter()
         cards = []
         for number, card in enumerate(phase.swarm.everyone):
-            state, tokens, characters = phase.told.get(number, (State.QUEUED, 0, 0))
+            state, tokens, characters = phase.told.get(number, (CardState.QUEUED, 0, 0))
             if (card.state, card.tokens, len(card.text)) != (state, tokens, characters):
                 phase.told[number] = (card.state, card.tokens, len(card.text))
                 more = card.text[characters:]
@@ -206,22 +190,16 @@ class SwarmRun:
         phase.steps_told += len(steps)
         if cards or steps:
             summary = phase_summary(phase.swarm.summary(now), phase.log)
-            self._hand_over({"phase": phase.name, "cards": cards, "steps": steps, "summary": summary})
-
-    def _hand_over(self, frame: Document) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._append, frame)
-        except RuntimeError:  # the event loop is closed: the server has stopped, nobody listens
-            return
+            self._append({"phase": phase.name, "cards": cards, "steps": steps, "summary": summary})
 
     def _end(self) -> Document:
         """How it ended."""
         cards = self._together.swarm.everyone
         states = {card.state for card in cards}
-        if self._note is not None or State.FAILED in states or not self._together.swarm.finished:
+        if self._note is not None or CardState.FAILED in states or not self._together.swarm.finished:
             state = "failed"
         else:
-            state = "cancelled" if self._stopped or State.ABORTED in states else "done"
+            state = "cancelled" if self._stopped or CardState.ABORTED in states else "done"
         rows = [*self._together.log.rows, *(self._alone.log.rows if self._alone is not None else ())]
         same = None
         if self._alone is not None and self._alone.swarm.finished and not self._stopped:

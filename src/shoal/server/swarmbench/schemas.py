@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shoal.agents.swarm import Specialist
+from shoal.agents.cards import Specialist
 from shoal.server.openai.fields import Finite, Strict
 
 MAX_AGENTS = 8
@@ -24,7 +24,7 @@ class Agent(Strict):
 
 
 class SwarmRequest(Strict):
-    """`POST /v1/swarms`: a question and who answers it."""
+    """`POST /swarmbench/runs`: a question and who answers it."""
 
     model: str | None = None
     question: Annotated[str, Field(min_length=1, max_length=20_000)]
@@ -38,24 +38,24 @@ class SwarmRequest(Strict):
 
 
 class StopRequest(Strict):
-    """`POST /v1/swarms/{id}/stop`: one card, or all."""
+    """`POST /swarmbench/runs/{id}/stop`: one card, or all."""
 
     card: Annotated[int, Field(ge=0, le=MAX_AGENTS)] | None = None
 
 
 class RenameRequest(Strict):
-    """`PATCH /v1/swarms/{id}`."""
+    """`PATCH /swarmbench/runs/{id}`."""
 
     title: Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class SettingsRequest(Strict):
-    """`POST /v1/page`: settings of the engine that can change while it runs."""
+    """`POST /swarmbench/state`: settings of the engine that can change while it runs."""
 
     max_stall_ms: Annotated[Finite, Field(gt=0, le=60_000)]
 
 
 class PullRequest(Strict):
-    """`POST /v1/storage`: fetch a model into the store."""
+    """`POST /swarmbench/storage`: fetch a model into the store."""
 
     name: Annotated[str, Field(min_length=1, max_length=300)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from shoal.agents.swarm import Card
+from shoal.agents.cards import Card
 from shoal.core.sequence import Sequence as EngineSequence
 from shoal.core.sequence import Status
 from shoal.types import StepRecord

@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "norms.h"
 #include "products.h"
+#include "recurrent.h"
 
 #define SHOAL_JOIN(a, b) a##b
 #define SHOAL_NAME(isa) SHOAL_JOIN(kernels_, isa)
@@ -12,8 +13,9 @@
 namespace shoal {
 
 const Kernels* SHOAL_NAME(SHOAL_ISA)() {
-    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA), kMaxRows,  product, quantise,   rms_norm, silu_mul, rotate,
-                                      to_bf16_row,             start_row, to_codes, {attend<false>, attend<true>}, finish_row, best_of};
+    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA), kMaxRows, product, quantise, rms_norm, layer_norm, activate,
+                                      gate_by, add_scaled, soft_cap, convolve, recur, rotate, to_bf16_row, start_row, to_codes,
+                                      {attend<false>, attend<true>}, finish_row, best_of};
     return &table;
 }
 

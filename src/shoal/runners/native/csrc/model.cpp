@@ -1,11 +1,11 @@
-// Loading: pages, the packed file's tensors checked against the configuration, the choice of kernels. And the check of plans.
+// A model's memory: pages, weights, KV, recurrent state of sequences and checkpoints. And the check of plans.
 #include "model.h"
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <map>
 #include <new>
 
 namespace shoal {
@@ -28,141 +28,61 @@ Pages::~Pages() {
     if (base_) munmap(base_, mapped_);
 }
 
-size_t strip_bytes(const Matrix& w) {
-    const size_t k = size_t(w.k);
-    if (w.codes == Codes::kHalf || w.codes == Codes::kBf16) return k * kStrip * 2;
-    const size_t scales = k / size_t(w.group) * kStrip * (w.wide_scales ? 4 : 2);
-    return k * kStrip / (w.codes == Codes::kFour ? 2 : 1) + scales * (w.has_min ? 2 : 1);
-}
-
-namespace {
-
-class Loader {
-  public:
-    Loader(const Pages& pages, const std::vector<Entry>& entries) : pages_(pages) {
-        for (const auto& e : entries) entries_.emplace(e.name, e);
-    }
-    const float* vector(const std::string& name, int n, bool optional = false) const {
-        const Entry* e = find(name, optional);
-        if (!e) return nullptr;
-        if (e->codes != 0 || e->n != n) fail(name, "is not a vector of " + std::to_string(n));
-        return reinterpret_cast<const float*>(range(*e, size_t(n) * 4));
-    }
-    Matrix matrix(const std::string& name, int n, int k) const {
-        const Entry& e = *find(name, false);
-        Matrix w;
-        w.n = n, w.k = k, w.strips = (n + kStrip - 1) / kStrip;
-        w.codes = Codes(e.codes), w.has_min = e.has_min, w.wide_scales = e.wide_scales, w.group = e.group, w.offset_log2 = e.offset_log2;
-        if (e.n != n || e.k != k || k % kGroup) fail(name, "is " + std::to_string(e.n) + " x " + std::to_string(e.k) + ", not " + std::to_string(n) + " x " + std::to_string(k));
-        const bool dense = e.codes == 16 || e.codes == 17, coded = e.codes == 4 || e.codes == 8;
-        const bool halves = e.group == 16 && e.codes == 8 && !e.has_min && e.wide_scales;
-        const bool symmetric = !e.has_min && e.group == 32 && !e.wide_scales, asymmetric = e.has_min && e.group == 32;
-        if (!dense && !(coded && (halves || symmetric || asymmetric))) fail(name, "has no kernel");
-        if (!dense && !e.has_min && (e.offset_log2 < 0 || e.offset_log2 > 7)) fail(name, "has a bad offset");
-        w.strip_bytes = strip_bytes(w);
-        w.data = range(e, w.strip_bytes * size_t(w.strips));
-        w.bias = vector(name.substr(0, name.size() - 6) + "bias", w.strips * kStrip, true);
-        return w;
-    }
-    bool has(const std::string& name) const { return entries_.count(name) > 0; }
-
-  private:
-    [[noreturn]] static void fail(const std::string& name, const std::string& what) { throw FormatError("tensor " + name + " " + what); }
-    const Entry* find(const std::string& name, bool optional) const {
-        auto at = entries_.find(name);
-        if (at != entries_.end()) return &at->second;
-        if (!optional) fail(name, "is missing");
-        return nullptr;
-    }
-    const uint8_t* range(const Entry& e, size_t bytes) const {
-        if (e.offset % 64 || e.offset > pages_.size() || bytes > pages_.size() - e.offset) fail(e.name, "lies outside the file");
-        return pages_.data() + e.offset;
-    }
-    const Pages& pages_;
-    std::map<std::string, Entry> entries_;
-};
-
-Pages read_file(const std::string& path) {
-    std::unique_ptr<FILE, int (*)(FILE*)> file(fopen(path.c_str(), "rb"), fclose);
-    if (!file || fseek(file.get(), 0, SEEK_END) != 0) throw FormatError(path + " cannot be read");
-    const long size = ftell(file.get());
-    rewind(file.get());
-    Pages pages(size_t(size > 0 ? size : 0));
-    if (size <= 0 || fread(pages.data(), 1, size_t(size), file.get()) != size_t(size)) throw FormatError(path + " cannot be read");
-    return pages;
-}
-
-void check_config(const Config& c) {
-    const bool positive = c.layers > 0 && c.embd > 0 && c.heads > 0 && c.kv_heads > 0 && c.dim > 0 && c.ff > 0 && c.vocab > 0 &&
-                          c.context > 0 && c.blocks > 0 && c.threads > 0 && c.rope_dim > 0;
-    if (!positive || c.layers > 4096 || c.heads > 1024 || c.dim > 256 || c.embd > 1 << 20 || c.ff > 1 << 20 || c.vocab > 1 << 24)
-        throw FormatError("a size of the model is out of range");
-    if (c.heads % c.kv_heads || c.dim % kGroup || c.embd % kGroup || c.ff % kGroup || c.rope_dim % 2 || c.rope_dim > c.dim || (c.kv_bits != 16 && c.kv_bits != 8))
-        throw FormatError("the sizes of the model do not fit the kernels");
-    if (c.frequencies.size() != size_t(c.rope_dim / 2)) throw FormatError("wrong number of rotary frequencies");
-}
-
-}  // namespace
-
-void unpack_row(const Matrix& w, int row, float* out) {
-    const int lane = row % kStrip;
-    const uint8_t* data = w.data + size_t(row / kStrip) * w.strip_bytes;
-    if (w.codes == Codes::kHalf || w.codes == Codes::kBf16) {
-        const uint16_t* p = reinterpret_cast<const uint16_t*>(data) + lane;
-        for (int k = 0; k < w.k; k++) {
-            const uint16_t x = p[k * kStrip];
-            out[k] = w.codes == Codes::kHalf ? from_half(x) : float_of(uint32_t(x) << 16);
-        }
-        return;
-    }
-    const bool four = w.codes == Codes::kFour;
-    const size_t code_bytes = four ? 256 : 512, share = w.strip_bytes / size_t(w.k / kGroup);
-    for (int g = 0; g < w.k / kGroup; g++) {
-        const uint8_t *codes = data + size_t(g) * share + size_t(lane / 16) * code_bytes, *scales = data + size_t(g) * share + 2 * code_bytes;
-        const auto scale = [&](int i) {
-            if (!w.wide_scales) return from_half(reinterpret_cast<const uint16_t*>(scales)[i]);
-            return reinterpret_cast<const float*>(scales)[i];
-        };
-        for (int i = 0; i < kGroup; i++) {
-            const int quad = lane % 16 * 4 + i % 4;
-            const int code = four ? codes[i / 8 * 64 + quad] >> (i % 8 < 4 ? 0 : 4) & 15 : codes[i / 4 * 64 + quad];
-            const float d = scale(i / w.group * kStrip + lane), m = w.has_min ? scale(kStrip + lane) : 0.f;
-            out[g * kGroup + i] = d * float(code - (w.has_min ? 0 : 1 << w.offset_log2)) + m;
-        }
-    }
-}
-
-Model::Model(Config config, const std::string& path, const std::vector<Entry>& entries) : config_(std::move(config)) {
+Model::Model(Config config, const Packed& packed) : config_(std::move(config)) {
     const Config& c = config_;
-    check_config(c);
+    block_bytes_ = lay_out(c, layers_, state_floats_);
+    if (c.blocks < 1 || c.threads < 1 || c.checkpoints < 0) throw FormatError("a size of the runner is out of range");
     kernels_ = choose_kernels(c.isa);
-    weights_ = read_file(path);
-    const Loader load(weights_, entries);
-    const int q_width = c.heads * c.dim, kv_width = c.kv_heads * c.dim;
-    for (int i = 0; i < c.layers; i++) {
-        const std::string at = "blk." + std::to_string(i) + ".";
-        Layer l;
-        l.attn_norm = load.vector(at + "attn_norm.weight", c.embd);
-        l.ffn_norm = load.vector(at + "ffn_norm.weight", c.embd);
-        l.q_norm = load.vector(at + "attn_q_norm.weight", c.dim, true);
-        l.k_norm = load.vector(at + "attn_k_norm.weight", c.dim, true);
-        l.q = load.matrix(at + "attn_q.weight", q_width, c.embd);
-        l.k = load.matrix(at + "attn_k.weight", kv_width, c.embd);
-        l.v = load.matrix(at + "attn_v.weight", kv_width, c.embd);
-        l.o = load.matrix(at + "attn_output.weight", c.embd, q_width);
-        l.gate = load.matrix(at + "ffn_gate.weight", c.ff, c.embd);
-        l.up = load.matrix(at + "ffn_up.weight", c.ff, c.embd);
-        l.down = load.matrix(at + "ffn_down.weight", c.embd, c.ff);
-        for (const Matrix* w : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) dense_ |= int(w->codes) >= 16;
-        layers_.push_back(l);
-    }
-    output_norm_ = load.vector("output_norm.weight", c.embd);
-    embedding_ = load.matrix("token_embd.weight", c.vocab, c.embd);
-    head_ = load.has("output.weight") ? load.matrix("output.weight", c.vocab, c.embd) : embedding_;
-    dense_ |= int(head_.codes) >= 16;
-    kv_pages_ = Pages(block_bytes(c) * size_t(c.blocks));
+    weights_ = read_packed(packed, c.threads);
+    load_layers(c, weights_, packed.entries, layers_, embedding_, head_, norm_);
+    kv_pages_ = Pages(block_bytes_ * size_t(c.blocks));
     written_.resize(size_t(c.blocks)), claimed_.resize(size_t(c.blocks));
+    checkpoints_.resize(size_t(c.checkpoints));
     pool_ = std::make_unique<Pool>(c.threads, c.pin);
+}
+
+// -- recurrent state --------------------------------------------------------------------------------------------------
+
+void Model::check_states(const Plan& plan) const {
+    const auto fail = [](const std::string& what) { throw PlanError(what); };
+    std::vector<int64_t> ids;
+    for (const Sequence& seq : plan.sequences) {
+        const std::string who = "sequence " + std::to_string(seq.id) + ": ";
+        for (int checkpoint : {seq.load, seq.save})
+            if (checkpoint < -1 || checkpoint >= config_.checkpoints) fail(who + "checkpoint " + std::to_string(checkpoint) + " of " + std::to_string(config_.checkpoints));
+        if (seq.save >= 0 && seq.want != Want::kNothing) fail(who + "a chunk that wants output keeps no state");
+        const auto own = states_.find(seq.id);
+        const int seen = seq.load >= 0 ? checkpoints_[size_t(seq.load)].seen : own == states_.end() ? 0 : own->second.seen;
+        if (seq.start > 0 && seen != seq.start) fail(who + "it goes on at " + std::to_string(seq.start) + " without its recurrent state, which is that of " + std::to_string(seen) + " tokens");
+        ids.push_back(seq.id);
+    }
+    std::sort(ids.begin(), ids.end());
+    if (std::adjacent_find(ids.begin(), ids.end()) != ids.end()) fail("a sequence is there twice");
+}
+
+// Loads come before saves: checkpoints are read here, and written when the pass is done.
+void Model::take_states(const Plan& plan) {
+    const size_t bytes = state_floats_ * sizeof(float);
+    for (const Sequence& seq : plan.sequences) {
+        State& state = states_[seq.id];
+        if (!state.memory.size()) state.memory = Pages(bytes);
+        if (seq.load >= 0 && seq.start > 0) memcpy(state.memory.data(), checkpoints_[size_t(seq.load)].memory.data(), bytes);
+        else if (seq.start == 0) memset(state.memory.data(), 0, bytes);
+        state.seen = -1;  // until the pass is done
+    }
+}
+
+void Model::keep_states(const Plan& plan) {
+    const size_t bytes = state_floats_ * sizeof(float);
+    for (const Sequence& seq : plan.sequences) {
+        State& state = states_[seq.id];
+        state.seen = seq.start + int(seq.tokens.size()) + plan.chain - 1;
+        if (seq.save < 0) continue;
+        State& to = checkpoints_[size_t(seq.save)];
+        if (!to.memory.size()) to.memory = Pages(bytes);
+        memcpy(to.memory.data(), state.memory.data(), bytes);
+        to.seen = state.seen;
+    }
 }
 
 // Everything that the kernels take on trust. A slot counts as written once any pass has written it or a copy brought it.
@@ -183,6 +103,8 @@ void Model::check(const Plan& plan) const {
         const std::string who = "sequence at place " + std::to_string(s) + ": ";
         const int64_t fed = int64_t(seq.tokens.size()) + plan.chain - 1, end = seq.start + fed;
         if (seq.tokens.empty()) fail(who + "no tokens");
+        if (seq.rows < 1 || size_t(seq.rows) > std::max<size_t>(seq.tokens.size(), 1)) fail(who + "the last " + std::to_string(seq.rows) + " rows");
+        if (seq.rows > 1 && (plan.chain > 1 || seq.want == Want::kTop)) fail(who + "several rows want their arg-max or all logits, unchained");
         if (seq.want == Want::kTop && (seq.top < 1 || seq.top > config_.vocab)) fail(who + "the best " + std::to_string(seq.top) + " tokens");
         if (plan.chain > 1 && (seq.tokens.size() != 1 || seq.want != Want::kArgmax)) fail(who + "a chained step feeds one token and wants the arg-max");
         if (seq.start < 0 || end > config_.context) fail(who + "position " + std::to_string(end - 1) + " of " + std::to_string(config_.context));
@@ -202,6 +124,7 @@ void Model::check(const Plan& plan) const {
             claimed_[size_t(block)] |= writes;
         }
     }
+    if (state_floats_) check_states(plan);
 }
 
 }  // namespace shoal

@@ -1,8 +1,10 @@
 // A loaded model, its KV, and what a step is asked to do.
 #pragma once
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "kernels.h"
@@ -13,6 +15,7 @@ namespace shoal {
 // What is wrong with a plan or a model file; nothing was computed or changed.
 struct PlanError : std::runtime_error { using std::runtime_error::runtime_error; };
 struct FormatError : std::runtime_error { using std::runtime_error::runtime_error; };
+struct DamagedError : FormatError { using FormatError::FormatError; };  // to be packed again
 
 // Zeroed pages of their own, taken when first touched, in 2 MB pages where the system gives them (a quarter more bandwidth on
 // Zen 4: its prefetchers stop at page ends). Throws std::bad_alloc.
@@ -33,32 +36,116 @@ class Pages {
     size_t size_ = 0, mapped_ = 0;
 };
 
-struct Config {
-    int layers = 0, embd = 0, heads = 0, kv_heads = 0, dim = 0, ff = 0, vocab = 0, rope_dim = 0, context = 0, blocks = 0, threads = 0, kv_bits = 16;
-    bool pin = false;
-    float eps = 0;
-    std::vector<float> frequencies;  // [rope_dim / 2], radians a position
-    std::string isa;                 // "" or "auto": the best this CPU has
+// What is said of one layer beside its tensors; fields of other kinds of mixers and feed-forwards stay as they are.
+enum class Mixer : int { kNone, kAttention, kDelta, kMamba, kConvolution };
+enum class Feed : int { kNone, kDense, kMixture };
+enum class Routing : int { kSoftmax, kSigmoid, kChosen };
+struct NormFacts { float eps = 0; bool layer = false; };
+struct LayerFacts {
+    Mixer mixer = Mixer::kNone;
+    // Attention: query heads, KV heads, sizes of a head's keys and values. Recurrent mixers: heads of values, heads or groups of
+    // keys, sizes of a key (Mamba's state) and a value. A short convolution is one head of `embd` values.
+    int heads = 0, kv_heads = 0, dim = 0, v_dim = 0;
+    int window = 0, rotary = -1, kv_layer = -1;  // rotary: index into Config::rotaries; kv_layer: whose K and V are read
+    float scale = 0, cap = 0, query_beta = 0;    // queries at position p are multiplied by 1 + beta * log(1 + p / length)
+    int query_length = 1;
+    bool norm_over_heads = false, keys_are_values = false;
+    int taps = 0, norm_groups = 1;
+    float l2_eps = 0, least_step = 0, most_step = 0;
+    std::vector<int> key_of;  // of each value head, the key head it reads
+    Feed feed = Feed::kNone;
+    int ff = 0, experts = 0, used = 0, shared = 0, groups = 1, groups_used = 1;
+    Activation activation = Activation::kSilu, shared_activation = Activation::kSilu;
+    Routing routing = Routing::kSoftmax;
+    bool normalise = false;
+    float route_scale = 1, residual_scale = 1, output_scale = 1;
+    std::map<std::string, NormFacts> norms;
 };
 
-// Where a tensor lies in the packed file. `codes` 0 is a vector of n float32.
+struct Rotary {
+    std::vector<float> frequencies;  // radians a position, of the pairs (i, pairs + i) of a head
+    float factor = 1;                // of cosine and sine
+};
+
+struct Config {
+    int embd = 0, vocab = 0, context = 0, blocks = 0, threads = 0, kv_bits = 16, checkpoints = 0;
+    bool pin = false;
+    float embedding_scale = 1, logit_scale = 1, cap = 0;
+    NormFacts norm;
+    std::vector<Rotary> rotaries;
+    std::vector<LayerFacts> layers;
+    std::string isa;  // "" or "auto": the best this CPU has
+};
+
+// Where a tensor lies in the packed file, and its form: see Matrix. `codes` 0 is a vector of n float32.
 struct Entry {
     std::string name;
     size_t offset = 0;
-    int n = 0, k = 0, codes = 0, group = 32, offset_log2 = -1;
-    bool has_min = false, wide_scales = false;
+    int n = 0, k = 0, codes = 0, scales = 0, offset_log2 = -1, unit_log2 = 0;
+    std::vector<int> table;
 };
 
-struct Layer {
-    const float *attn_norm, *ffn_norm, *q_norm, *k_norm;  // the last two may be null
-    Matrix q, k, v, o, gate, up, down;
+// A packed file: its tensors, and the hashes of the pieces that it consists of from `start` to its end, in order.
+struct Piece { size_t bytes = 0; uint64_t hash = 0; };
+struct Packed {
+    std::string path;
+    size_t start = 0;
+    std::vector<Entry> entries;
+    std::vector<Piece> pieces;
+};
+
+struct Norm {  // absent where weight is null
+    const float *weight = nullptr, *bias = nullptr;
+    float eps = 0;
+    bool layer = false;
+};
+
+struct FeedForward {
+    Matrix gate, up, down;  // gate without data: none. Of experts: one under the other
+    Activation activation = Activation::kSilu;
+    int width = 0;
+};
+
+// A column range of what a recurrent mixer makes of its input, and the weight that makes it.
+struct Input {
+    Matrix w;
+    int column = 0;
+};
+
+// A layer with its facts, its tensors and its places in a block of KV and in the state of a sequence.
+struct Layer : LayerFacts {
+    Norm mixer_norm, mixer_post_norm, ff_norm, ff_post_norm;
+    Matrix o;
+    // attention
+    Norm q_norm, k_norm, v_norm;
+    Matrix q, k, v, gate;
+    const float* sinks = nullptr;
+    size_t kv_at = 0, head_bytes = 0;
+    // recurrent: columns [u | z | a | b], u going through the convolution. Delta net: q k v, z, alpha, beta; Mamba: x b c, z, dt;
+    // short convolution: x, c, -, b.
+    std::vector<Input> inputs;
+    Convolution convolution;
+    Norm state_norm;
+    const float *decay = nullptr, *step_bias = nullptr, *skip = nullptr;
+    int z_at = 0, a_at = 0, b_at = 0, columns = 0;
+    size_t state_at = 0;  // floats: the convolution's last inputs, then the matrices of the heads
+    // feed-forward
+    FeedForward dense, expert;  // dense: of a mixture, the shared one
+    Matrix router, shared_gate;
+    const float *selection_bias = nullptr, *expert_scales = nullptr;
+    bool attends() const { return mixer == Mixer::kAttention; }
+    bool recurs() const { return mixer > Mixer::kAttention; }
+    int inner() const { return heads * v_dim; }  // width of what `o` takes
+    size_t state_floats() const { return recurs() ? size_t(taps - 1) * convolution.channels + size_t(heads) * dim * v_dim : 0; }
 };
 
 enum class Want : int { kNothing = 0, kArgmax = 1, kLogits = 2, kTop = 3 };
 struct Sequence {
     std::vector<int> tokens, table;
-    int start = 0, top = 0;  // top: how many kTop wants
+    int start = 0, top = 0, rows = 1;  // top: how many kTop wants; rows: of the last tokens, how many give what is wanted
     Want want = Want::kNothing;
+    int64_t id = 0;                    // whose recurrent state goes on
+    int load = -1, save = -1;          // checkpoints
 };
 struct Plan {
     std::vector<Sequence> sequences;
@@ -67,53 +154,75 @@ struct Plan {
 };
 
 using Top = std::vector<std::pair<float, int>>;  // (logit, token), largest first
-// In plan order: chain tokens for each sequence that wants its arg-max, the best few for each that wants those.
+// In plan order: chain or `rows` tokens for each sequence that wants its arg-max, the best few for each that wants those.
 struct Answer {
     std::vector<std::vector<int>> tokens;
     std::vector<Top> tops;
+};
+
+// Recurrent state after `seen` tokens, of all layers.
+struct State {
+    Pages memory;
+    int seen = 0;
+    float* floats() const { return reinterpret_cast<float*>(memory.data()); }
 };
 
 struct Step;  // buffers of one pass, in step.cpp
 
 class Model {
   public:
-    Model(Config config, const std::string& path, const std::vector<Entry>& entries);
+    Model(Config config, const Packed& packed);
 
-    // One pass, or plan.chain of them. `logits` has room for a row of vocab floats per sequence that wants them. Returns
-    // chain tokens for each sequence that wants its arg-max, in plan order. Throws PlanError before anything changes.
+    // One pass, or plan.chain of them. `logits` has room for `rows` rows of vocab floats per sequence that wants them, in plan order.
+    // Throws PlanError before anything changes.
     Answer run(const Plan& plan, float* logits);
     const Kernels& kernels() const { return *kernels_; }
     const Config& config() const { return config_; }
     int threads() const { return pool_->size(); }
-    uint8_t* kv(int block, int layer, int head) const {
-        return kv_pages_.data() + ((size_t(block) * config_.layers + layer) * config_.kv_heads + head) * kv_head_bytes(config_.dim, config_.kv_bits);
-    }
-    static size_t block_bytes(const Config& c) { return size_t(c.layers) * c.kv_heads * kv_head_bytes(c.dim, c.kv_bits); }
-    const Layer& layer(int i) const { return layers_[size_t(i)]; }
+    uint8_t* kv(int block, const Layer& l, int head) const { return kv_pages_.data() + size_t(block) * block_bytes_ + l.kv_at + size_t(head) * l.head_bytes; }
+    const std::vector<Layer>& layers() const { return layers_; }
+    float* state(int64_t id) const { return states_.at(id).floats(); }
+    void release(const std::vector<int64_t>& ids) { for (int64_t id : ids) states_.erase(id); }
     const Matrix& embedding() const { return embedding_; }
     const Matrix& head() const { return head_; }
-    const float* output_norm() const { return output_norm_; }
-    bool dense() const { return dense_; }  // some weight is f16 or bf16
+    const Norm& norm() const { return norm_; }
     Pool& pool() const { return *pool_; }
     std::vector<std::pair<std::string, double>> profile() const;
 
   private:
     void check(const Plan& plan) const;
+    void check_states(const Plan& plan) const;
+    void take_states(const Plan& plan);
+    void keep_states(const Plan& plan);
     Config config_;
     const Kernels* kernels_;
     Pages weights_, kv_pages_;
     std::vector<Layer> layers_;
     Matrix embedding_, head_;
-    const float* output_norm_ = nullptr;
-    bool dense_ = false;
+    Norm norm_;
+    size_t block_bytes_ = 0, state_floats_ = 0;
+    std::unordered_map<int64_t, State> states_;
+    std::vector<State> checkpoints_;  // seen 0: nothing was saved
     mutable std::vector<uint32_t> written_, claimed_;  // a bit per slot of each block; claimed_ is check()'s scratch
     std::unique_ptr<Pool> pool_;
     std::shared_ptr<Step> step_;  // shared: its type is only known in step.cpp
 };
 
+// Bytes of one block of KV, and floats of a sequence's recurrent state; sets the layers' places in them. FormatError for sizes
+// that do not fit the kernels: nothing was read or taken before.
+size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats);
+void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers, Matrix& embedding, Matrix& head, Norm& norm);
 std::vector<const Kernels*> supported_kernels();              // best first
 const Kernels* choose_kernels(const std::string& isa);        // the first whose name is or begins with `isa`
-size_t strip_bytes(const Matrix& w);
+
+// In pack.cpp. Offsets of entries count from the start of the file.
+Matrix form_of(const Entry& e);                         // without data; FormatError when it has no kernel
+Pages read_packed(const Packed& file, int threads);     // DamagedError when it cannot be read or a hash differs
+uint64_t hash_of(const uint8_t* data, size_t bytes);
 void unpack_row(const Matrix& w, int row, float* out);  // one output's weights, exact
+// Strips first .. first + count - 1 of a matrix of this form, from all its rows of blocks of a GGML type, to `out`. FormatError for a
+// type that is not known.
+void pack_strips(const Matrix& form, const std::string& type, const uint8_t* raw, int first, int count, uint8_t* out);
+size_t row_bytes(const std::string& type, int k);  // of that type in a GGUF file
 
 }  // namespace shoal

@@ -22,6 +22,72 @@ void silu_mul(float* gate, const float* up, int n) {
     }
 }
 
+// The mean is taken away first; then as rms_norm, plus the bias.
+void layer_norm(const float* x, const float* weight, const float* bias, int n, float eps, float* out) {
+    F sum = set(0.f), squares = set(0.f);
+    for (int i = 0; i < n; i += 16) sum = add(load(x + i), sum);
+    const F mean = set(hadd(sum) / float(n));
+    for (int i = 0; i < n; i += 16) {
+        const F d = sub(load(x + i), mean);
+        squares = fma(d, d, squares);
+    }
+    const F scale = set(1.f / __builtin_sqrtf(hadd(squares) / float(n) + eps));
+    for (int i = 0; i < n; i += 16) {
+        const F y = mul(mul(sub(load(x + i), mean), scale), load(weight + i));
+        store(out + i, bias ? add(y, load(bias + i)) : y);
+    }
+}
+
+template <class F1> inline void each(float* gate, const float* up, int n, F1 f) {
+    for (int i = 0; i < n; i += 16) {
+        const F y = f(load(gate + i));
+        store(gate + i, up ? mul(y, load(up + i)) : y);
+    }
+}
+
+void activate(Activation kind, float* gate, const float* up, int n, float alpha, float limit) {
+    switch (kind) {
+        case Activation::kSilu:
+            if (up) return silu_mul(gate, up, n);
+            return each(gate, up, n, [](F g) { return mul(g, sigmoid(g)); });
+        case Activation::kGelu:  // by tanh: 0.5 g (1 + tanh y) = g sigmoid(2 y)
+            return each(gate, up, n, [](F g) {
+                const F inner = fma(mul(mul(g, g), g), set(0.044715f), g);
+                return mul(g, sigmoid(mul(inner, set(2.f * 0.79788456f))));
+            });
+        case Activation::kRelu2:
+            return each(gate, up, n, [](F g) {
+                const F positive = max2(set(0.f), g);
+                return mul(positive, positive);
+            });
+        case Activation::kClipped:
+            for (int i = 0; i < n; i += 16) {
+                const F low = set(-limit), g = sub(set(0.f), max2(low, sub(set(0.f), load(gate + i))));
+                const F u = sub(set(0.f), max2(low, sub(set(0.f), max2(low, load(up + i)))));
+                store(gate + i, mul(mul(g, sigmoid(mul(g, set(alpha)))), add(u, set(1.f))));
+            }
+    }
+}
+
+void gate_by(float* x, const float* gate, int n, bool silu) {
+    for (int i = 0; i < n; i += 16) {
+        const F g = load(gate + i), s = sigmoid(g);
+        store(x + i, mul(load(x + i), silu ? mul(g, s) : s));
+    }
+}
+
+void add_scaled(float* x, const float* y, float scale, int n) {
+    for (int i = 0; i < n; i += 16) store(x + i, fma(load(y + i), set(scale), load(x + i)));
+}
+
+void soft_cap(float* x, int n, float scale, float cap) {
+    if (cap == 0.f) {
+        for (int i = 0; i < n; i += 16) store(x + i, mul(load(x + i), set(scale)));
+        return;
+    }
+    for (int i = 0; i < n; i += 16) store(x + i, mul(tanh_of(mul(load(x + i), set(scale / cap))), set(cap)));
+}
+
 // Quantise x[0..k) into inputs first .. first + k - 1 of one row of a tile. A group that is not finite gets a scale that
 // is not finite either, so that everything computed from it is NaN.
 void quantise(const float* x, int k, const Tile& tile, int row, int first) {

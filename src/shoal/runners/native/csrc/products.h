@@ -2,11 +2,11 @@
 //
 // One sum, one order: output n of row r is, for g = 0, 1, .. k/32-1 in this order and in float,
 //     acc = fma(float(c), d[g] * s[g], acc); acc = fma(m[g], t[g], acc)      c: exact integer dot of the group
-// which does not mention how many rows there are: kRows only says how many such sums share a load of weights.
+// which does not mention how many rows there are: kRows only says how many such sums share a load of weights. (Where scales are
+// of 16 inputs, the sum has both halves of a group in turn.)
 //
-// Cost of a group of 16 x 32 weights (4 bits): 320 bytes, and per row 8 dpbusd, a conversion, a multiplication and two
-// additions. One row is bound by memory (1.6 multiply-adds a byte against the 6 or so that two cores take from DRAM),
-// a tile of 12 by the multipliers: at best 8 of 11 of their cycles are dpbusd.
+// Cost of a group of 16 x 32 weights (4 bits): 288 or 320 bytes, and per row 8 dpbusd, a conversion, a multiplication and one or
+// two additions. One row is bound by memory, a tile by the multipliers: at best 8 of 11 of their cycles are dpbusd.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
@@ -15,27 +15,67 @@ namespace shoal { namespace {
 
 constexpr int kAhead = 8192;  // bytes, into L2: the 24 misses that L1 can have in flight would bound a core to 15 GB/s
 
-inline F load_scales(const float* p) { return load(p); }
-inline F load_scales(const uint16_t* p) { return load_half(p); }
 inline I broadcast4(const int8_t* p) { int32_t x; memcpy(&x, p, 4); return iset(x); }
+inline I shifted(I a, int n) { return n < 0 ? shift_left(a, -n) : n ? shift_right(a, n) : a; }  // to the right
+inline const uint16_t* halves(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
+
+// The codes of 16 outputs x inputs 4 * step ..: a byte each.
+template <Codes kCodes> inline I codes_at(const uint8_t* group, int half, int step, I table) {
+    const uint8_t *low = group + half * low_bytes(kCodes), *upper = group + 2 * low_bytes(kCodes) + half * upper_bytes(kCodes);
+    if (kCodes == Codes::kEight) return iload(low + step * 64);
+    if (kCodes <= Codes::kThree) {
+        const I two = iand(shifted(iload(low + step / 4 * 64), step % 4 * 2), iset(0x03030303));
+        return kCodes == Codes::kTwo ? two : ior(two, iand(shifted(iload(upper), step - 2), iset(0x04040404)));
+    }
+    const I four = step % 2 ? high_nibbles(iload(low + step / 2 * 64)) : low_nibbles(iload(low + step / 2 * 64));
+    if (kCodes == Codes::kFive) return ior(four, iand(shifted(iload(upper), step - 4), iset(0x10101010)));
+    if (kCodes == Codes::kSix) return ior(four, iand(shifted(iload(upper + step / 4 * 64), step % 4 * 2 - 4), iset(0x30303030)));
+    return kCodes == Codes::kTable ? look_up(table, four) : four;
+}
+
+// Scale and minimum of outputs lane .. lane + 15 for half `part` of the g-th group of a block that begins at p.
+template <Scales kScales, bool kUnit> inline F scale_at(const uint8_t* p, int g, int part, int lane, F unit) {
+    if (kScales == Scales::kHalf || kScales == Scales::kHalfMin) return load_half(halves(p) + lane);
+    if (kScales == Scales::kPower) {  // 2^(e - 128), down to subnormal numbers
+        const I e = load_bytes(p + lane);
+        return as_float(imax(shift_left(iadd(e, iset(-1)), 23), shift_left(iadd(e, iset(1)), 21)));
+    }
+    const F d = load_half(halves(p) + lane);
+    if (kScales == Scales::kSix) {
+        const I low = load_bytes(p + 128 + g * 32 + lane), upper = shift_right(load_bytes(p + 384 + g / 2 * 32 + lane), g % 2 * 4);
+        return mul(d, to_float(ior(iand(low, iset(15)), iand(shift_left(upper, 4), iset(0x30)))));
+    }
+    if (kScales == Scales::kNibbles) return mul(d, to_float(iand(load_bytes(p + 128 + (2 * g + part) * 32 + lane), iset(15))));
+    const F sc = to_float(load_signed(p + 64 + (kScales == Scales::kByte ? g : 2 * g + part) * 32 + lane));
+    return kUnit ? mul(mul(d, unit), sc) : mul(d, sc);
+}
+template <Scales kScales> inline F minimum_at(const uint8_t* p, int g, int part, int lane) {
+    const F m = load_half(halves(p) + kStrip + lane);
+    if (kScales == Scales::kHalfMin) return m;
+    if (kScales == Scales::kNibbles) return mul(m, to_float(shift_right(load_bytes(p + 128 + (2 * g + part) * 32 + lane), 4)));
+    const I low = load_bytes(p + 128 + g * 32 + lane), upper = shift_right(load_bytes(p + 384 + g / 2 * 32 + lane), g % 2 * 4);
+    return mul(m, to_float(ior(shift_right(low, 4), iand(shift_left(upper, 2), iset(0x30)))));
+}
 
 // `half` is the first of kHalves halves of the strip; both at once share the loads of a few rows' activations.
-template <Codes kCodes, bool kMin, class Scale, int kGroupSize, int kRows, int kHalves>
+template <Codes kCodes, Scales kScales, int kRows, int kHalves>
 inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x, float* out, int ld, bool accumulate, const F* first) {
-    constexpr bool kWide = kCodes == Codes::kEight;
-    constexpr int kBytes = kWide ? 512 : 256, kParts = kGroup / kGroupSize;
-    constexpr int kShare = 2 * kBytes + kParts * kStrip * int(sizeof(Scale)) * (kMin ? 2 : 1);  // bytes of a group
-    const int groups = w.k / kGroup;
+    constexpr bool kMin = has_min(kScales), kTable = kCodes == Codes::kTable, kWide = kCodes == Codes::kEight || kTable;
+    constexpr int kParts = kGroup / scale_inputs(kScales), kGroups = groups_of_block(kScales), kBytes = block_bytes(kCodes, kScales);
+    constexpr int kShare = kBytes / kGroups;
+    const I table = kTable ? load_table(w.table) : iset(0);
+    const F unit = set(float_of(uint32_t(w.unit_log2 + 127) << 23));
     F acc[kHalves][kRows];
     for (int p = 0; p < kHalves; p++)
         for (int i = 0; i < kRows; i++) acc[p][i] = first[p];
-    for (int g = 0; g < groups; g++) {
+    for (int g = 0; g < w.k / kGroup; g++) {
         const int8_t* a = x.a + size_t(g) * kGroup * kRows;
         const int32_t* nsum = x.nsum + size_t(g) * 2 * kRows;
-        const uint8_t* at = data + size_t(g) * kShare;
-        const Scale* scales = reinterpret_cast<const Scale*>(at + 2 * kBytes);
+        const int within = g % kGroups;
+        const uint8_t *block = data + size_t(g / kGroups) * kBytes, *codes = block + scale_bytes(kScales) + within * group_bytes(kCodes);
+        const uint8_t* ahead = block + within * kShare + kAhead;
 #pragma GCC unroll 32
-        for (int line = 0; line < kShare; line += 64) __builtin_prefetch(at + kAhead + line, 0, 2);
+        for (int line = 0; line < kShare; line += 64) __builtin_prefetch(ahead + line, 0, 2);
 #pragma GCC unroll 2
         for (int h = 0; h < kParts; h++) {
             I c[kHalves][kRows];
@@ -51,11 +91,7 @@ inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x,
                 const int step = h * (8 / kParts) + j;
                 I v[kHalves];
 #pragma GCC unroll 4
-                for (int p = 0; p < kHalves; p++) {
-                    const uint8_t* codes = at + (half + p) * kBytes;
-                    if (kWide) v[p] = iload(codes + step * 64);
-                    else v[p] = step % 2 ? high_nibbles(iload(codes + step / 2 * 64)) : low_nibbles(iload(codes + step / 2 * 64));
-                }
+                for (int p = 0; p < kHalves; p++) v[p] = codes_at<kCodes>(codes, half + p, step, table);
 #pragma GCC unroll 6
                 for (int i = 0; i < kRows; i++) {
                     const I four = broadcast4(a + (step * kRows + i) * 4);
@@ -65,13 +101,16 @@ inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x,
             }
 #pragma GCC unroll 4
             for (int p = 0; p < kHalves; p++) {
-                const F dv = load_scales(scales + h * kStrip + (half + p) * 16);
+                const F d = scale_at<kScales, kTable>(block, within, h, (half + p) * 16, unit);
 #pragma GCC unroll 6
-                for (int i = 0; i < kRows; i++) acc[p][i] = fma(to_float(c[p][i]), mul(dv, set(x.s[g * kRows + i])), acc[p][i]);
+                for (int i = 0; i < kRows; i++) acc[p][i] = fma(to_float(c[p][i]), mul(d, set(x.s[g * kRows + i])), acc[p][i]);
                 if (!kMin) continue;
-                const F mv = load_scales(scales + kStrip + (half + p) * 16);
+                const F m = minimum_at<kScales>(block, within, h, (half + p) * 16);
 #pragma GCC unroll 6
-                for (int i = 0; i < kRows; i++) acc[p][i] = fma(mv, set(x.t[g * kRows + i]), acc[p][i]);
+                for (int i = 0; i < kRows; i++) {
+                    const float t = kParts == 1 ? x.t[g * kRows + i] : x.s[g * kRows + i] * -float(nsum[h * kRows + i]);
+                    acc[p][i] = fma(m, set(t), acc[p][i]);
+                }
             }
         }
     }
@@ -84,32 +123,63 @@ inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x,
         }
 }
 
-// f16 and bf16 weights times float activations x[k * step]. Four interleaved sums hide the latency of fma; their order is
-// fixed too.
-template <Codes kCodes>
-inline void dense_row(const Matrix& w, const uint8_t* data, const float* x, int step, float* out, bool accumulate, F first) {
-    const uint16_t* p = reinterpret_cast<const uint16_t*>(data);
-    F acc[4] = {first, set(0.f), set(0.f), set(0.f)};
+template <Codes kCodes> inline F load_dense(const uint8_t* p) {
+    if (kCodes == Codes::kFloat) return load(reinterpret_cast<const float*>(p));
+    return kCodes == Codes::kHalf ? load_half(halves(p)) : load_bf16(halves(p));
+}
+
+// f16, bf16 and float weights times float activations. Four interleaved sums hide the latency of fma; their order is fixed too.
+template <Codes kCodes, int kRows>
+inline void dense_rows(const Matrix& w, const uint8_t* data, const float* x, int step, float* out, int ld, bool accumulate, F first) {
+    constexpr int kLine = kStrip * (kCodes == Codes::kFloat ? 4 : 2);
+    F acc[kRows][4];
+    for (int i = 0; i < kRows; i++) acc[i][0] = first, acc[i][1] = acc[i][2] = acc[i][3] = set(0.f);
     for (int k = 0; k < w.k; k += 4) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            const F v = kCodes == Codes::kHalf ? load_half(p + (k + j) * kStrip) : load_bf16(p + (k + j) * kStrip);
-            acc[j] = fma(v, set(x[size_t(k + j) * step]), acc[j]);
+            const uint8_t* at = data + size_t(k + j) * kLine;
+            if (j % 2 == 0) __builtin_prefetch(at + kAhead, 0, 2);
+            const F v = load_dense<kCodes>(at);
+#pragma GCC unroll 4
+            for (int i = 0; i < kRows; i++) acc[i][j] = fma(v, set(x[size_t(k + j) * step + i]), acc[i][j]);
         }
     }
-    const F sum = add(add(acc[0], acc[1]), add(acc[2], acc[3]));
-    store(out, accumulate ? add(load(out), sum) : sum);
+    for (int i = 0; i < kRows; i++) {
+        const F sum = add(add(acc[i][0], acc[i][1]), add(acc[i][2], acc[i][3]));
+        float* to = out + size_t(i) * ld;
+        store(to, accumulate ? add(load(to), sum) : sum);
+    }
+}
+
+template <Codes kCodes>
+inline void dense_strip(const Matrix& w, const uint8_t* data, int half, const Tile& x, float* out, int ld, bool accumulate, const F* first) {
+    data += half * 16 * (kCodes == Codes::kFloat ? 4 : 2);
+    int r = 0;
+    for (; r + kMaxRows / 2 <= x.rows; r += kMaxRows / 2)
+        dense_rows<kCodes, kMaxRows / 2>(w, data, x.x + r, x.rows, out + size_t(r) * ld, ld, accumulate, *first);
+    for (; r < x.rows; r++) dense_rows<kCodes, 1>(w, data, x.x + r, x.rows, out + size_t(r) * ld, ld, accumulate, *first);
 }
 
 using StripFn = void (*)(const Matrix&, const uint8_t*, int, const Tile&, float*, int, bool, const F*);
 
 template <int kRows, int kHalves> StripFn choose(const Matrix& w) {
-    constexpr Codes four = Codes::kFour, eight = Codes::kEight;
-    const bool wide = w.codes == eight;
-    if (w.has_min && !w.wide_scales) return wide ? strip<eight, true, uint16_t, 32, kRows, kHalves> : strip<four, true, uint16_t, 32, kRows, kHalves>;
-    if (w.has_min) return wide ? strip<eight, true, float, 32, kRows, kHalves> : strip<four, true, float, 32, kRows, kHalves>;
-    if (w.group == 16) return strip<eight, false, float, 16, kRows, kHalves>;
-    return wide ? strip<eight, false, uint16_t, 32, kRows, kHalves> : strip<four, false, uint16_t, 32, kRows, kHalves>;
+#define SHOAL_STRIP(codes_, scales_) strip<Codes::codes_, Scales::scales_, kRows, kHalves>
+    switch (w.codes) {
+        case Codes::kTwo: return SHOAL_STRIP(kTwo, kNibbles);
+        case Codes::kThree: return SHOAL_STRIP(kThree, kByte16);
+        case Codes::kSix: return SHOAL_STRIP(kSix, kByte16);
+        case Codes::kEight: return SHOAL_STRIP(kEight, kHalf);
+        case Codes::kFive:
+            if (w.scales == Scales::kSix) return SHOAL_STRIP(kFive, kSix);
+            return w.scales == Scales::kHalf ? SHOAL_STRIP(kFive, kHalf) : SHOAL_STRIP(kFive, kHalfMin);
+        case Codes::kTable:
+            if (w.scales == Scales::kByte) return SHOAL_STRIP(kTable, kByte);
+            if (w.scales == Scales::kByte16) return SHOAL_STRIP(kTable, kByte16);
+            return w.scales == Scales::kHalf ? SHOAL_STRIP(kTable, kHalf) : SHOAL_STRIP(kTable, kPower);
+        default:
+            if (w.scales == Scales::kSix) return SHOAL_STRIP(kFour, kSix);
+            return w.scales == Scales::kHalf ? SHOAL_STRIP(kFour, kHalf) : SHOAL_STRIP(kFour, kHalfMin);
+    }
 }
 
 constexpr int kBoth = kMaxRows > 4 ? 2 : 1;  // halves at once: needs the registers
@@ -127,17 +197,12 @@ inline StripFn choose(const Matrix& w, int rows) {
     }
 }
 
-inline void dense_strip(const Matrix& w, const uint8_t* data, int half, const Tile& x, float* out, int ld, bool accumulate, const F* first) {
-    for (int r = 0; r < x.rows; r++) {
-        float* at = out + size_t(r) * ld;
-        if (w.codes == Codes::kHalf) dense_row<Codes::kHalf>(w, data + half * 32, x.x + r, x.rows, at, accumulate, *first);
-        else dense_row<Codes::kBf16>(w, data + half * 32, x.x + r, x.rows, at, accumulate, *first);
-    }
-}
-
 void product(const Matrix& w, int from, int count, const Tile& x, float* out, int ld, bool accumulate) {
-    const bool dense = int(w.codes) >= 16;
-    const StripFn fn = dense ? dense_strip : choose(w, x.rows);
+    const bool dense = is_dense(w.codes);
+    const StripFn fn = !dense                      ? choose(w, x.rows)
+                       : w.codes == Codes::kFloat ? dense_strip<Codes::kFloat>
+                       : w.codes == Codes::kHalf  ? dense_strip<Codes::kHalf>
+                                                  : dense_strip<Codes::kBf16>;
     const int step = dense ? 1 : kBoth;
     for (int s = 0; s < count; s++) {
         const uint8_t* data = w.data + size_t(from + s) * w.strip_bytes;

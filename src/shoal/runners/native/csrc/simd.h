@@ -41,7 +41,7 @@ inline F round_even(F a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 inline F scale2(F a, F r) { return {_mm512_scalef_ps(a.v, r.v)}; }  // a * 2^r for whole r in [-126, 127]
 inline float hmax(F a) { return _mm512_reduce_max_ps(a.v); }
 inline float hadd(F a) { return _mm512_reduce_add_ps(a.v); }
-inline F first_lanes(F a, int n, F rest) { return {_mm512_mask_mov_ps(rest.v, n >= 16 ? 0xffff : __mmask16((1u << n) - 1), a.v)}; }
+inline F first_lanes(F a, int n, F rest) { return {_mm512_mask_mov_ps(rest.v, n >= 16 ? 0xffff : __mmask16((1u << (n < 0 ? 0 : n)) - 1), a.v)}; }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I to_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest even
 inline I as_int(F a) { return {_mm512_castps_si512(a.v)}; }
@@ -51,6 +51,14 @@ inline I iand(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline I high_nibbles(I a) { return iand({_mm512_srli_epi16(a.v, 4)}, {_mm512_set1_epi8(15)}); }
 inline I low_nibbles(I a) { return iand(a, {_mm512_set1_epi8(15)}); }
 inline I shift_left(I a, int n) { return {_mm512_sll_epi32(a.v, _mm_cvtsi32_si128(n))}; }
+inline I shift_right(I a, int n) { return {_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(n))}; }  // zeros come in
+inline I ior(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline I iadd(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline F as_float(I a) { return {_mm512_castsi512_ps(a.v)}; }
+inline I load_bytes(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+inline I load_signed(const uint8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+inline I load_table(const uint8_t* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
+inline I look_up(I table, I codes) { return {_mm512_shuffle_epi8(table.v, codes.v)}; }  // codes 0 to 15
 inline I imax(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline int himax(I a) { return _mm512_reduce_max_epi32(a.v); }
 inline int hisum(I a) { return _mm512_reduce_add_epi32(a.v); }
@@ -119,6 +127,18 @@ inline I iand(I x, I y) { return SHOAL_BOTH(_mm256_and_si256, x, y); }
 inline I low_nibbles(I x) { return iand(x, {_mm256_set1_epi8(15), _mm256_set1_epi8(15)}); }
 inline I high_nibbles(I x) { return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
 inline I shift_left(I x, int n) { __m128i s = _mm_cvtsi32_si128(n); return {_mm256_sll_epi32(x.a, s), _mm256_sll_epi32(x.b, s)}; }
+inline I shift_right(I x, int n) { __m128i s = _mm_cvtsi32_si128(n); return {_mm256_srl_epi32(x.a, s), _mm256_srl_epi32(x.b, s)}; }
+inline I ior(I x, I y) { return SHOAL_BOTH(_mm256_or_si256, x, y); }
+inline I iadd(I x, I y) { return SHOAL_BOTH(_mm256_add_epi32, x, y); }
+inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline I load_bytes(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+inline I load_signed(const uint8_t* p) {
+    return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+inline I load_table(const uint8_t* p) { const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); return {t, t}; }
+inline I look_up(I table, I codes) { return SHOAL_BOTH(_mm256_shuffle_epi8, table, codes); }
 inline I imax(I x, I y) { return SHOAL_BOTH(_mm256_max_epi32, x, y); }
 inline int himax(I x) {
     __m256i m = _mm256_max_epi32(x.a, x.b);
@@ -196,6 +216,23 @@ inline I iand(I a, I b) SHOAL_EACH(I, vandq_s32(a.v[i], b.v[i]))
 inline I low_nibbles(I a) SHOAL_EACH(I, vandq_s32(a.v[i], vdupq_n_s32(0x0f0f0f0f)))
 inline I high_nibbles(I a) SHOAL_EACH(I, vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a.v[i]), 4)))
 inline I shift_left(I a, int n) SHOAL_EACH(I, vshlq_s32(a.v[i], vdupq_n_s32(n)))
+inline I shift_right(I a, int n) SHOAL_EACH(I, vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a.v[i]), vdupq_n_s32(-n))))
+inline I ior(I a, I b) SHOAL_EACH(I, vorrq_s32(a.v[i], b.v[i]))
+inline I iadd(I a, I b) SHOAL_EACH(I, vaddq_s32(a.v[i], b.v[i]))
+inline F as_float(I a) SHOAL_EACH(F, vreinterpretq_f32_s32(a.v[i]))
+inline I load_bytes(const uint8_t* p) {
+    const uint8x16_t b = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(b)), high = vmovl_u8(vget_high_u8(b));
+    return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low))),
+             vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+inline I load_signed(const uint8_t* p) {
+    const int8x16_t b = vreinterpretq_s8_u8(vld1q_u8(p));
+    const int16x8_t low = vmovl_s8(vget_low_s8(b)), high = vmovl_s8(vget_high_s8(b));
+    return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)), vmovl_s16(vget_high_s16(high))}};
+}
+inline I load_table(const uint8_t* p) SHOAL_EACH(I, vreinterpretq_s32_u8(vld1q_u8(p)))
+inline I look_up(I table, I codes) SHOAL_EACH(I, vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(table.v[i]), vreinterpretq_u8_s32(codes.v[i]))))
 inline I imax(I a, I b) SHOAL_EACH(I, vmaxq_s32(a.v[i], b.v[i]))
 inline int himax(I a) { return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3]))); }
 inline int hisum(I a) { return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3]))); }
@@ -252,6 +289,20 @@ inline I iand(I a, I b) SHOAL_EACH(I, a.v[i] & b.v[i])
 inline I low_nibbles(I a) SHOAL_EACH(I, a.v[i] & 0x0f0f0f0f)
 inline I high_nibbles(I a) SHOAL_EACH(I, (a.v[i] >> 4) & 0x0f0f0f0f)
 inline I shift_left(I a, int n) SHOAL_EACH(I, int32_t(uint32_t(a.v[i]) << n))
+inline I shift_right(I a, int n) SHOAL_EACH(I, int32_t(uint32_t(a.v[i]) >> n))
+inline I ior(I a, I b) SHOAL_EACH(I, a.v[i] | b.v[i])
+inline I iadd(I a, I b) SHOAL_EACH(I, int32_t(uint32_t(a.v[i]) + uint32_t(b.v[i])))
+inline F as_float(I a) SHOAL_EACH(F, float_of(uint32_t(a.v[i])))
+inline I load_bytes(const uint8_t* p) SHOAL_EACH(I, p[i])
+inline I load_signed(const uint8_t* p) SHOAL_EACH(I, int8_t(p[i]))
+inline I load_table(const uint8_t* p) SHOAL_EACH(I, (memcpy(&each.v[i], p + i % 4 * 4, 4), each.v[i]))
+inline I look_up(I table, I codes) {
+    uint8_t t[64], c[64];
+    memcpy(t, table.v, 64), memcpy(c, codes.v, 64);
+    for (int i = 0; i < 64; i++) c[i] = t[c[i]];
+    memcpy(codes.v, c, 64);
+    return codes;
+}
 inline I imax(I a, I b) SHOAL_EACH(I, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
 inline int himax(I a) { int m = a.v[0]; for (int i = 1; i < 16; i++) m = a.v[i] > m ? a.v[i] : m; return m; }
 inline int hisum(I a) { uint32_t s = 0; for (int i = 0; i < 16; i++) s += uint32_t(a.v[i]); return int(s); }
@@ -291,6 +342,18 @@ inline F exp2_of(F x) {
     p = fma(p, f, set(2.402264791e-1f));
     p = fma(p, f, set(6.931472028e-1f));
     return scale2(fma(p, f, set(1.f)), r);
+}
+
+// 1 / (1 + exp(-x)): exp(min(x, 0)) / (1 + exp(-|x|)) cannot overflow.
+inline F sigmoid(F x) {
+    const F minus = sub(set(0.f), x), size = max2(minus, x), below = sub(set(0.f), max2(set(0.f), minus));
+    return div(exp2_of(mul(below, set(1.44269504f))), add(set(1.f), exp2_of(mul(size, set(-1.44269504f)))));
+}
+
+// To an absolute error of 1e-7.
+inline F tanh_of(F x) {
+    const F size = max2(set(1e-30f), max2(sub(set(0.f), x), x)), e = exp2_of(mul(size, set(-2.f * 1.44269504f)));
+    return mul(x, div(div(sub(set(1.f), e), add(set(1.f), e)), size));
 }
 
 }}  // namespace shoal::(anonymous)

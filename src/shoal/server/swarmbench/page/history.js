@@ -57,7 +57,7 @@ export async function refreshHistory() {
   const mine = ++asked;
   try {
     const query = encodeURIComponent($("search").value.trim());
-    const { data } = await call("GET", `/v1/swarms?q=${query}&limit=${PAGE}`);
+    const { data } = await call("GET", `/swarmbench/runs?q=${query}&limit=${PAGE}`);
     if (mine !== asked) return; // a later search was faster
     $("runs").replaceChildren(...data.map(item));
     $("runs-none").hidden = data.length > 0;
@@ -92,16 +92,16 @@ async function perform(act, { id, title }, gone) {
   } else if (act === "rename") {
     const buttons = [{ label: "Cancel", value: null }, { label: "Rename", value: true, kind: "primary" }];
     const fresh = await ask({ title: "Rename", buttons, field: { label: "Title", value: title } });
-    if (fresh) await call("PATCH", `/v1/swarms/${id}`, { title: fresh });
+    if (fresh) await call("PATCH", `/swarmbench/runs/${id}`, { title: fresh });
     await refreshHistory();
   } else if (act === "delete") {
     const buttons = [{ label: "Keep", value: null }, { label: "Delete", value: true, kind: "danger" }];
     if (!(await ask({ title: "Delete this run?", text: title, buttons }))) return;
-    await call("DELETE", `/v1/swarms/${id}`);
+    await call("DELETE", `/swarmbench/runs/${id}`);
     gone(id);
     await refreshHistory();
   } else {
-    const told = await call("GET", `/v1/swarms/${id}?form=${act}`);
+    const told = await call("GET", `/swarmbench/runs/${id}?form=${act}`);
     const text = act === "json" ? JSON.stringify(told, null, 2) : told;
     save(text, `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.${act === "json" ? "json" : "md"}`);
   }

@@ -54,7 +54,7 @@ async function askServer() {
   clearTimeout(timer);
   let page;
   try {
-    page = await call("GET", "/v1/page");
+    page = await call("GET", "/swarmbench/state");
   } catch (error) {
     if (!(error instanceof Unreachable)) complain(error);
     connection("lost", "no connection, trying again");
@@ -124,7 +124,7 @@ async function send() {
   if (prefs.seed !== "") body.seed = prefs.seed;
   sending = true;
   try {
-    const { id } = await call("POST", "/v1/swarms", body);
+    const { id } = await call("POST", "/swarmbench/runs", body);
     clearQuestion();
     banner("");
     announce(`${body.agents.length} agents have begun`);

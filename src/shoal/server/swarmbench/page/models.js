@@ -8,7 +8,7 @@ let switching = null;
 
 /** Fill the selector from the store. Gives what the server said of the store. */
 export async function refreshModels() {
-  const storage = await call("GET", "/v1/storage");
+  const storage = await call("GET", "/swarmbench/storage");
   const select = $("model");
   const options = storage.models.map((model) => {
     const option = new Option(`${model.name} · ${model.weights ?? model.kind} · ${bytes(model.bytes)}`, model.name);
@@ -24,7 +24,7 @@ export async function refreshModels() {
   return storage;
 }
 
-/** What `/v1/page` says of the served model. */
+/** What `/swarmbench/state` says of the served model. */
 export function showState(page) {
   const before = state.model;
   state = page;
@@ -37,7 +37,7 @@ export function setUpModels({ busy, failed }) {
     const name = $("model").value;
     let drain = null;
     try {
-      const { calls } = await call("GET", "/v1/page"); // what was heard last may be seconds old
+      const { calls } = await call("GET", "/swarmbench/state"); // what was heard last may be seconds old
       drain = calls ? await howToSwitch(name, calls) : 30;
     } catch (error) {
       failed(error);
@@ -71,14 +71,14 @@ async function load(name, drain, busy, failed) {
   $("progress").hidden = false;
   const tick = setInterval(async () => {
     const took = seconds((performance.now() - began) / 1000);
-    const page = await call("GET", "/v1/page").catch(() => null);
+    const page = await call("GET", "/swarmbench/state").catch(() => null);
     if (!switching || !page) return;
     const waits = page.status === "loading" && page.calls;
     say($("connection-text"), waits ? `waiting for ${page.calls} in flight, ${took}` : `loading ${name}, ${took}`);
   }, 300);
   $("connection").dataset.state = "loading";
   try {
-    await call("POST", "/v1/models/load", { model: name, drain_s: drain });
+    await call("POST", "/models/load", { model: name, drain_s: drain });
     announce(`${name} is loaded`);
   } catch (error) {
     failed(error);

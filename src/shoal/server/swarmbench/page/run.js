@@ -68,7 +68,7 @@ export class RunView {
   async follow(id, after) {
     this.abort?.abort();
     const abort = (this.abort = new AbortController());
-    const path = `/v1/swarms/${id}/events${after === null ? "" : `?after=${after}`}`;
+    const path = `/swarmbench/runs/${id}/events${after === null ? "" : `?after=${after}`}`;
     let over = false;
     try {
       await stream(path, abort.signal, (name, data, number) => {
@@ -234,7 +234,7 @@ export class RunView {
 
   async stop(card) {
     if (!this.running) return;
-    await call("POST", `/v1/swarms/${this.document.id}/stop`, card === undefined ? {} : { card });
+    await call("POST", `/swarmbench/runs/${this.document.id}/stop`, card === undefined ? {} : { card });
   }
 }
 

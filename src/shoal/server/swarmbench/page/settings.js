@@ -9,7 +9,7 @@ const PULL_MS = 500;
 let page = null;
 let polling = null;
 
-/** What `/v1/page` said last. */
+/** What `/swarmbench/state` said last. */
 export function showEngine(told) {
   page = told;
 }
@@ -69,7 +69,7 @@ function build(themeChanged, complain) {
     themeChanged();
   };
   const engine = page?.engine;
-  const stall = async (ms) => call("POST", "/v1/page", { max_stall_ms: ms }).then((told) => (page = told), complain);
+  const stall = async (ms) => call("POST", "/swarmbench/state", { max_stall_ms: ms }).then((told) => (page = told), complain);
   $("settings-body").replaceChildren(
     make("h3", {}, "Answers"),
     number("Max tokens", "of each agent", prefs.maxTokens, { min: 1, max: 4096, required: true }, (maxTokens) => choose({ maxTokens })),
@@ -92,7 +92,7 @@ function pullForm(complain) {
   const input = make("input", { placeholder: "smollm2-135m, or org/name:file.gguf", maxLength: 300, attributes: { "aria-label": "Model to fetch" } });
   const start = async () => {
     if (!input.value.trim()) return;
-    await call("POST", "/v1/storage", { name: input.value.trim() });
+    await call("POST", "/swarmbench/storage", { name: input.value.trim() });
     input.value = "";
     await refreshStorage();
   };
@@ -121,7 +121,7 @@ function stored(model) {
   remove.onclick = async () => {
     const buttons = [{ label: "Keep", value: null }, { label: "Delete", value: true, kind: "danger" }];
     if (!(await ask({ title: `Delete ${model.name}?`, text: `${bytes(model.bytes + model.derived_bytes)} are freed.`, buttons }))) return;
-    await call("DELETE", `/v1/storage/${encodeURIComponent(model.name)}`).catch((error) => say($("storage-free"), error.message));
+    await call("DELETE", `/swarmbench/storage/${encodeURIComponent(model.name)}`).catch((error) => say($("storage-free"), error.message));
     await refreshStorage();
   };
   return make("li", {}, make("span", {}, make("b", {}, model.name), make("span", { className: "quiet" }, sizes)), remove);

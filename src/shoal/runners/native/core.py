@@ -1,0 +1,19 @@
+"""The compiled extension, found when it is first needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from shoal.errors import BackendError
+
+
+def load_core() -> Any:
+    """The compiled extension. `BackendError` when this installation has none."""
+    try:
+        return importlib.import_module("shoal.runners.native._core")
+    except ImportError as error:
+        raise BackendError(
+            f"the native kernels are not built ({error})",
+            hint="install a C++ compiler and reinstall shoal, or use runner='openvino'",
+        ) from error

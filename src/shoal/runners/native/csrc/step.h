@@ -1,0 +1,170 @@
+// One pass: its buffers, and the phases of all kinds of layers. step.cpp tells what a pass is.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cmath>
+
+#include "model.h"
+
+namespace shoal {
+
+inline void grow(Pages& pages, size_t bytes) {
+    if (pages.size() < bytes) pages = Pages(bytes);
+}
+inline bool is_dense(const Matrix& w) { return w.data && int(w.codes) >= 16; }
+
+enum Phase { kEmbed, kNorm, kQkv, kAttention, kMix, kRecur, kOut, kRoute, kGateUp, kDown, kHead, kPhases };
+constexpr int kRowsAtOnce = 8;    // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
+constexpr int kHeadWidth = 64;
+constexpr int kMostStrips = 8;    // of one unit: see strips_of
+constexpr int kChannelsAtOnce = 256;  // of a convolution, for one unit
+constexpr int kTokensAtOnce = 32;     // of a recurrence: their keys and queries stay in cache beside 32 columns of the state
+
+// Quantised rows of one width, cut into tiles of at most max_rows, as even as can be. `dense`: the values themselves too.
+class Acts {
+  public:
+    void shape(int rows, int k, int max_rows, bool dense);
+    // Several runs of rows, none of whose tiles go over a run's end; the memory of `rows` rows stays.
+    void shape_runs(const std::vector<int>& runs, int rows, int k, int max_rows, bool dense);
+    const Tile& of(int row) const { return tiles[size_t(tile_of[size_t(row)])]; }
+    std::vector<Tile> tiles;
+    std::vector<int> tile_of;
+
+  private:
+    Pages memory_;
+};
+
+struct QueryRow { int sequence, position, source; };  // source: its row in the q buffer and in `all`
+struct Span { int from, to; };                        // query rows that one attention unit takes
+
+// Rows that go through a layer together.
+struct Batch {
+    int rows = 0;
+    Pages memory, delta_memory;
+    float* x = nullptr;      // [rows][embd]
+    float* delta = nullptr;  // [rows][embd]: what a block gives where it is not added to x at once
+    Acts normed, attended, inner;
+    std::vector<QueryRow> queries;  // sorted so that shared blocks are neighbours; row i of x is queries[i]
+    std::vector<Span> spans;
+};
+
+// What a block left behind to be added to x: x = output_scale * (x + scale * norm(delta)).
+struct Pending {
+    const Layer* layer = nullptr;  // null: nothing; x has it all
+    bool feed = false;             // of its feed-forward; else of its mixer
+};
+
+// The rows of one expert: pairs first .. of the step, in tiles from .. to - 1.
+struct Run { int expert, first, from, to; };
+
+struct Best {
+    float value = -INFINITY;
+    int token = -1;
+    float bad = 0;
+    Top top;  // largest first, of equals the lowest token
+};
+
+// Memory of one thread.
+struct Scratch {
+    std::vector<float> one, two, state, row, keys;
+    std::vector<Row> rows;
+    std::vector<Best> best;
+};
+
+struct Step {
+    struct alignas(64) Counter { std::atomic<int> next{0}; };
+    explicit Step(const Model& model);
+    void prepare(const Plan& plan, float* logits);
+    void pass(int thread);
+    std::vector<Best> best() const;
+
+    const Model& m;
+    const Config& c;
+    const Kernels& k;
+    const Plan* plan = nullptr;
+    Batch all, last;              // every fed row; those whose logits are wanted
+    std::vector<int> tokens;      // of all.queries
+    struct Fed { int first, count, sequence; };
+    std::vector<Fed> fed;         // of each sequence, its rows in `all`
+    Pages q;                      // [rows][heads][dim * 2]: see Row
+    Pages gates;                  // [rows][heads * v_dim]: attention's output gates
+    Pages mixed;                  // [rows][columns]: inputs of a recurrent mixer; [rows][heads * dim] where norms go over all heads
+    std::vector<float> cosines, sines, query_scales;  // [rotaries][rows][pairs]; [rows]
+    std::vector<size_t> angles_at;                    // of each rotary, in cosines and sines
+    std::vector<float*> logits_of;      // per row of `last`, null where only the best are wanted
+    std::vector<size_t> top_of;         // per row of `last`, how many of them
+    std::vector<Counter> counters;
+    std::vector<Scratch> scratch;
+    double seconds[kPhases] = {}, steps = 0;
+    std::chrono::steady_clock::time_point since;
+
+    // Of a mixture: router scores [rows][experts], choices and their weights [rows][used], where each pair went, and its rows.
+    std::vector<float> scores, weights;
+    std::vector<int> chosen, place;
+    std::vector<Run> runs;
+    std::vector<int> pair_row;    // of each pair, its row
+    Acts pairs, pair_inner;
+    Pages pair_out;               // [pairs][embd]
+
+  private:
+    template <class F> void share(size_t counter, int units, F f) {
+        for (int u; (u = counters[counter].next.fetch_add(1, std::memory_order_relaxed)) < units;) f(u);
+    }
+    void meet(int thread, Phase phase) {
+        m.pool().barrier();
+        if (thread) return;
+        const auto now = std::chrono::steady_clock::now();
+        seconds[phase] += std::chrono::duration<double>(now - since).count();
+        since = now;
+    }
+    // Strips of one unit: a few rows wait for memory, which wants long reads; many want all threads busy to the end.
+    int strips_of(int rows, int width) const {
+        const int strips = width / kStrip;
+        return rows > 8 ? 1 : std::min(std::max(strips / (m.threads() * 4), 1), kMostStrips);
+    }
+    int units_of(int rows, int width) const {
+        const int most = strips_of(rows, width);
+        return (width / kStrip + most - 1) / most;
+    }
+    static int score_columns(const Layer& l) { return (l.router.strips + l.shared_gate.strips) * kStrip; }
+    bool adds_at_once(const Norm& post, const Layer& l) const { return !post.weight && l.residual_scale == 1.f; }
+    const float* cosines_of(int rotary, int row) const { return cosines.data() + angles_at[size_t(rotary)] + size_t(row) * c.rotaries[size_t(rotary)].frequencies.size(); }
+    const float* sines_of(int rotary, int row) const { return sines.data() + angles_at[size_t(rotary)] + size_t(row) * c.rotaries[size_t(rotary)].frequencies.size(); }
+    void form(Batch& batch, int rows);
+    void take_last_rows();
+    void embed(int row);
+    void normalise(const Norm& norm, const float* x, int n, float* out) const;
+    void settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s);
+    void add_pending(Batch& batch, int row, const Pending& pending);
+    void project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter, float* out, int ld, bool accumulate);
+    void take_best(const float* x, int n, int first, size_t count, Best& best) const;
+    void vocabulary(int unit, Scratch& s);
+
+    // attend.cpp
+    void mix_attention(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
+    void project_head(const Layer& l, int unit, int part, int parts, Scratch& s);
+    void finish_query(const Layer& l, int head, int row, float* x);
+    void finish_key(const Layer& l, int head, int row, float* x);
+    void finish_value(const Layer& l, int head, int row, float* x);
+    void write_q(const Layer& l, const float* x, float scale, uint8_t* out) const;
+    void write_kv(const Layer& l, int head, int row, const float* x, bool value);
+    void attend(const Layer& l, Batch& batch, int unit, Scratch& s);
+    void walk(const Layer& l, const Batch& batch, int head, int from, int to, int span, int base, Scratch& s);
+    int begin_of(const Layer& l, int position) const { return l.window && position >= l.window ? position - l.window + 1 : 0; }
+    uint8_t* query(const Layer& l, int row, int head) const { return q.data() + (size_t(row) * l.heads + head) * l.dim * 2; }
+
+    // recur.cpp
+    void mix_recurrent(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
+    void recur_head(const Layer& l, const Fed& fed, int head, Scratch& s);
+    void finish_recurrent(const Layer& l, Batch& b, int row, Scratch& s);
+
+    // feed.cpp
+    void feed_forward(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
+    void gate_up(const FeedForward& f, const Acts& in, const Acts& out, int from, int to, int expert, int unit, int most, Scratch& s);
+    void mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
+    void choose(const Layer& l, int row);
+    void group_pairs(const Layer& l, Batch& b);
+    void gather(const Batch& b, int unit);
+};
+
+}  // namespace shoal

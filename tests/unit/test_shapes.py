@@ -1,0 +1,36 @@
+"""Files of random weights: read, run, and the size of the real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.bench.shapes import FORMATS, SHAPES, write_shape
+from shoal.errors import ConfigError
+from shoal.models.gguf import read_gguf
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_shape_is_written_in_every_format(kind: str, tmp_path: Path) -> None:
+    path = write_shape(tmp_path / "m.gguf", "smollm2-135m", kind, layers=1)
+    model, shape = read_gguf(path), SHAPES["smollm2-135m"]
+    assert (model.n_embd, model.n_ff, model.vocab_size) == (shape.embd, shape.ff, shape.vocab)
+    values = model.tensors["blk.0.ffn_up.weight"].dequantize()
+    assert np.isfinite(values).all()
+    assert 0.2 < values.std() * shape.embd**0.5 < 4.0
+
+
+def test_a_mixed_format_has_better_types_where_it_matters(tmp_path: Path) -> None:
+    tensors = read_gguf(write_shape(tmp_path / "m.gguf", "qwen3-0.6b", "q4_k_m", layers=4)).tensors
+    assert {t.type for name, t in tensors.items() if "ffn_down" in name} == {"Q4_K", "Q6_K"}
+    assert tensors["token_embd.weight"].type == "Q6_K"
+    assert {t.type for name, t in tensors.items() if "ffn_up" in name} == {"Q4_K"}
+
+
+def test_what_is_unknown_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shape"):
+        write_shape(tmp_path / "m.gguf", "gpt-9", "q4_0")
+    with pytest.raises(ConfigError, match="format"):
+        write_shape(tmp_path / "m.gguf", "qwen3-4b", "q9_k")
