@@ -1,12 +1,14 @@
-"""Check and measure the CUDA runner on a machine with an NVIDIA GPU; prints one JSON: `python scripts/gpu.py [--rows 1 8 ...]`.
+"""Check and measure the CUDA runner on a machine with an NVIDIA GPU; prints one JSON: `python scripts/gpu.py [--rows 1
+8 ...]`.
 
-Needs torch with Triton, numpy and gguf; a folder of wheels can be given with --wheels. The models are random, in the shape of
-Qwen3-0.6B and tiny ones for the checks against the numpy oracle.
+Needs torch with Triton, numpy and gguf; a folder of wheels can be given with --wheels. The models are random, in the
+shape of Qwen3-0.6B and tiny ones for the checks against the numpy oracle.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -44,16 +46,20 @@ def seq(seq_id: int, tokens: Any, start: int, table: Any, want: str = "logits") 
 
 
 def check_tiny() -> list[dict[str, Any]]:
-    """Tiny decoders: prefill, chunks, single tokens and batches against the oracle and bit for bit against each other."""
+    """Tiny decoders: prefill, chunks, single tokens and batches against the oracle, and bit for bit."""
     import numpy as np
-
-    from shoal.models import oracle
     from tests.cuda.tiny import prompts, tiny_decoder
 
+    from shoal.models import oracle
+
     forms: list[dict[str, Any]] = [
-        {}, {"kind": "Q4_K", "bias": True}, {"window": 40, "sinks": True, "post_norms": True, "qk_norm": False},
-        {"kind": "Q6_K"}, {"kind": "Q4_0", "soft_cap": 20.0}, {"kind": "Q8_0", "heads": 8, "kv_heads": 1},
-    ]  # fmt: skip
+        {},
+        {"kind": "Q4_K", "bias": True},
+        {"window": 40, "sinks": True, "post_norms": True, "qk_norm": False},
+        {"kind": "Q6_K"},
+        {"kind": "Q4_0", "soft_cap": 20.0},
+        {"kind": "Q8_0", "heads": 8, "kv_heads": 1},
+    ]
     found = []
     for form in forms:
         decoder = tiny_decoder(**form)
@@ -79,11 +85,15 @@ def check_tiny() -> list[dict[str, Any]]:
         for item in trunk:
             runner.execute(plan_of(seq(item.seq_id, prompt[384:-1], 384, item.block_table, "nothing")))
         shared = runner.execute(plan_of(*trunk)).logits
-        found.append({
-            "form": form, "kl": oracle.mean_kl(exact[-1:], whole[None]),
-            "chunked_equal": bool(np.array_equal(whole, chunked)), "batched_equal": bool(np.array_equal(whole, mixed)),
-            "trunk_equal": all(bool(np.array_equal(whole, row)) for row in shared),
-        })  # fmt: skip
+        found.append(
+            {
+                "form": form,
+                "kl": oracle.mean_kl(exact[-1:], whole[None]),
+                "chunked_equal": bool(np.array_equal(whole, chunked)),
+                "batched_equal": bool(np.array_equal(whole, mixed)),
+                "trunk_equal": all(bool(np.array_equal(whole, row)) for row in shared),
+            }
+        )
         runner.close()
     return found
 
@@ -111,51 +121,121 @@ def check_ahead() -> bool:
     return outputs[0] == outputs[1]
 
 
+class Decoding:
+    """Greedy decoding of some rows through `execute`, at a context, with blocks of a trunk that all rows share."""
+
+    def __init__(self, runner: Any, count: int, context: int, trunk: int) -> None:
+        blocks, held = -(-(context + 64) // 32), trunk // 32
+        own = blocks - held
+        self.runner = runner
+        shared = tuple(range(held))
+        self.tables = [shared + tuple(range(held + i * own, held + (i + 1) * own)) for i in range(count)]
+        self.rows = [[(7 * i) % 1000, context - 12] for i in range(count)]
+
+    def step(self) -> None:
+        items = enumerate(self.rows)
+        out = self.runner.execute(plan_of(*(seq(i, (t,), at, self.tables[i], "argmax") for i, (t, at) in items)))
+        for i, row in enumerate(self.rows):
+            row[0], row[1] = out.argmax[i][0], row[1] + 1
+
+    def seconds(self, steps: int = 8) -> float:
+        """Of one step; the rows go back to where they were."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        taken = (time.perf_counter() - begin) / steps
+        for row in self.rows:
+            row[1] -= steps
+        return taken
+
+
 def speeds(runner: Any, rows: list[int], context: int, trunk: int = 0) -> dict[int, dict[str, Any]]:
-    """Tokens per second of greedy decoding through `execute`, and of the bare graph; row 0's token for the bits."""
+    """Tokens per second of greedy decoding through `execute`, and microseconds of the bare graph."""
     import torch
 
     found: dict[int, dict[str, Any]] = {}
     for count in rows:
         runner.release(range(10_000))
-        blocks = -(-(context + 64) // 32)
-        held = trunk // 32
-        tables = [tuple(range(held)) + tuple(range(held + i * (blocks - held), held + (i + 1) * (blocks - held))) for i in range(count)]
-        state = [[(7 * i) % 1000, context - 12] for i in range(count)]
-        first: Any = None
-
-        def step() -> Any:
-            plan = plan_of(*(seq(i, (t,), at, tables[i], "argmax") for i, (t, at) in enumerate(state)))
-            out = runner.execute(plan)
-            for i, row in enumerate(state):
-                row[0], row[1] = out.argmax[i][0], row[1] + 1
-            return out
-
+        decoding = Decoding(runner, count, context, trunk)
         for _ in range(4):
-            first = step() or first
-        times = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(8):
-                step()
-            times.append((time.perf_counter() - begin) / 8)
-            for row in state:
-                row[1] -= 8
-        shape = runner._ahead.shape if runner._ahead else None
-        bare = None
-        if shape is not None:
-            graph = runner._step._graphs[shape]
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            torch.cuda.synchronize()
-            events[0].record()
-            for _ in range(20):
-                graph.replay()
-            events[1].record()
-            torch.cuda.synchronize()
-            bare = events[0].elapsed_time(events[1]) / 20 * 1e3
-        whole = statistics.median(times) * 1e6
-        found[count] = {"us": round(whole), "tok_s": round(count / whole * 1e6), "graph_us": bare and round(bare)}
+            decoding.step()
+        whole = statistics.median(decoding.seconds() for _ in range(5)) * 1e6
+        decoding.step()
+        decoding.step()
+        graph = runner._step._graphs[runner._ahead.shape]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for _ in range(20):
+            graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        bare = events[0].elapsed_time(events[1]) / 20 * 1e3
+        found[count] = {"us": round(whole), "tok_s": round(count / whole * 1e6), "graph_us": round(bare)}
+    return found
+
+
+def check_products() -> list[str]:
+    """Forms and sizes of a weight whose product differs between numbers of rows, or from a float32 product."""
+    import torch
+    from tests.cuda.tiny import random_weight
+
+    from shoal.runners.cuda import kernels as k
+    from shoal.runners.cuda.step import product
+    from shoal.runners.cuda.weights import stacked
+
+    wrong = []
+    for form in ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"):
+        for n, size in ((512, 256), (640, 512), (1024, 1024), (256, 3072), (96, 2304)):
+            weight = random_weight(form, n, size)
+            matrix = stacked([weight], torch.device("cuda"))[0]
+            x = torch.randn(600, size, device="cuda").bfloat16()
+            exact = x[0].float() @ torch.from_numpy(weight.values()).cuda().bfloat16().float().T
+            base = None
+            for rows in (1, 2, 16, 17, 33, 64, 65, 128, 300, 600):
+                out = torch.zeros(4 * max(rows, 32) * n, device="cuda")
+                parts = product(x, matrix, out, k.PARTS, rows)
+                sums = torch.zeros(n, device="cuda")
+                for i in range(parts):
+                    sums = sums + out[i * rows * n : i * rows * n + n]
+                base = sums if base is None else base
+                error = ((sums - exact).norm() / exact.norm()).item()
+                if not torch.equal(sums, base) or error > 1e-5:
+                    wrong.append(f"{form} {n}x{size} rows {rows}: {error:.1e}, {torch.equal(sums, base)}")
+    return wrong
+
+
+def engine_speed(decoder: Any, rows: list[int]) -> dict[str, Any]:
+    """The whole engine: greedy tokens per second by batch, and whether a request writes what it writes alone."""
+    from shoal import Engine, EngineConfig, Request, SamplingParams
+    from shoal.runners.cuda.backend import load_decoder
+
+    most = max(rows)
+    config = EngineConfig(max_batch=most, kv_memory="16GiB", max_step_tokens=4096, max_queue=4 * most)
+
+    def load() -> Any:
+        return load_decoder(
+            decoder, "cuda:0", kv_bytes=16 << 30, memory_bytes=None, max_batch=most, max_step_tokens=4096
+        )
+
+    found: dict[str, Any] = {}
+    with Engine(load, None, config) as engine:
+
+        def requests(count: int) -> list[Request]:
+            sampling = SamplingParams(max_tokens=128, ignore_eos=True)
+            prompts = ([(i * 37 + j * 11) % 1000 for j in range(16 + i % 7)] for i in range(count))
+            return [Request(prompt_tokens=prompt, sampling=sampling) for prompt in prompts]
+
+        engine.run(requests(most))
+        alone = engine.run(requests(1)).results[0].tokens
+        for count in rows:
+            reports = [engine.run(requests(count)) for _ in range(3)]
+            found[str(count)] = round(statistics.median(report.decode_tokens_per_s for report in reports))
+            found[f"equal_at_{count}"] = all(report.results[0].tokens == alone for report in reports)
+        chosen = (SamplingParams(max_tokens=64, temperature=0.8, top_k=40, seed=seed) for seed in range(16))
+        samples = [dataclasses.replace(r, sampling=how) for r, how in zip(requests(16), chosen, strict=True)]
+        together = [r.tokens for r in engine.run(samples).results]
+        found["sampled_equal"] = together == [engine.run([r]).results[0].tokens for r in samples]
     return found
 
 
@@ -183,10 +263,14 @@ def prefill_speed(runner: Any, decoder: Any, tokens: int = 2048) -> dict[str, An
     weights = sum(w.tensor.shape[0] * w.tensor.shape[1] for _, w in decoder.weights() if len(w.shape) == 2)
     weights -= decoder.vocab_size * decoder.width
     seconds = statistics.median(times)
-    return {"tokens": tokens, "tok_s": round(tokens / seconds), "share_of_product_rate": round(2 * weights * tokens / seconds / rate, 3)}
+    return {
+        "tokens": tokens,
+        "tok_s": round(tokens / seconds),
+        "share_of_product_rate": round(2 * weights * tokens / seconds / rate, 3),
+    }
 
 
-def kernel_times(runner: Any, count: int) -> dict[str, float]:
+def kernel_times(runner: Any) -> dict[str, float]:
     """Microseconds a step of each kernel, from the profiler, without dependent launch."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -200,7 +284,9 @@ def kernel_times(runner: Any, count: int) -> dict[str, float]:
     totals: dict[str, float] = {}
     for event in session.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            totals[event.name[:24]] = totals.get(event.name[:24], 0.0) + (event.time_range.end - event.time_range.start) / 4
+            totals[event.name[:24]] = (
+                totals.get(event.name[:24], 0.0) + (event.time_range.end - event.time_range.start) / 4
+            )
     return {name: round(us, 1) for name, us in sorted(totals.items(), key=lambda item: -item[1])[:12]}
 
 
@@ -219,6 +305,7 @@ def main() -> None:
 
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     if not options.skip_checks:
+        report["products_wrong"] = check_products()
         report["tiny"] = check_tiny()
         report["ahead_equal"] = check_ahead()
         print(json.dumps(report, indent=1), flush=True)
@@ -229,14 +316,14 @@ def main() -> None:
     runner = runner_of(decoder, blocks=12_000, slots=256, rows=4096)
     report["load_s"] = round(time.perf_counter() - begin, 1)
     report["short"] = speeds(runner, options.rows, 52)
+    report["kernels_of_the_last"] = kernel_times(runner)
     print(json.dumps(report["short"]), flush=True)
-    report["kernels_of_the_last"] = kernel_times(runner, options.rows[-1])
-    report["short_one"] = speeds(runner, options.rows[:1], 52)
-    report["kernels_of_one"] = kernel_times(runner, 1)
-    print(json.dumps(report), flush=True)
     report["context_1000"] = speeds(runner, options.rows, 1000)
     report["trunk_896"] = speeds(runner, [r for r in options.rows if r > 1], 1000, trunk=896)
     report["prefill"] = prefill_speed(runner, decoder)
+    runner.close()
+    print(json.dumps(report), flush=True)
+    report["engine"] = engine_speed(decoder, options.rows)
     print(json.dumps(report, indent=1))
 
 

@@ -44,11 +44,32 @@ def _random_blocks(rng: np.random.Generator, kind: str, n: int, k: int) -> NDArr
     return raw.reshape(-1)
 
 
+def random_weight(kind: str, n: int, k: int, seed: int = 0) -> Weight:
+    """A matrix of n outputs and k inputs."""
+    rng = np.random.default_rng(seed)
+    bf16 = kind == "BF16"
+    data = _bf16(rng.normal(0, 0.05, (n, k)).astype(np.float32)) if bf16 else _random_blocks(rng, kind, n, k)
+    return Weight(Stored("w", kind, (n, k), data), (n, k))
+
+
 def tiny_decoder(
-    *, seed: int = 0, layers: int = 2, kind: str = "BF16", window: int | None = None, qk_norm: bool = True, bias: bool = False,
-    sinks: bool = False, soft_cap: float | None = None, post_norms: bool = False, width: int = 256, vocab: int = 300,
-    heads: int = 4, kv_heads: int = 2, dim: int = 64, ff: int = 512,
-) -> Decoder:  # fmt: skip
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    kind: str = "BF16",
+    window: int | None = None,
+    qk_norm: bool = True,
+    bias: bool = False,
+    sinks: bool = False,
+    soft_cap: float | None = None,
+    post_norms: bool = False,
+    width: int = 256,
+    vocab: int = 300,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 64,
+    ff: int = 512,
+) -> Decoder:
     """Of the qwen3 kind, with what else is asked for."""
     rng = np.random.default_rng(seed)
 
@@ -73,22 +94,33 @@ def tiny_decoder(
     made = []
     for i in range(layers):
         attention = Attention(
-            heads, kv_heads, dim, dim, linear(f"{i}.q", heads * dim, width), linear(f"{i}.k", kv_heads * dim, width),
-            linear(f"{i}.v", kv_heads * dim, width), linear(f"{i}.o", width, heads * dim), dim**-0.5, rotary,
-            q_norm=norm(f"{i}.qn", dim) if qk_norm else None, k_norm=norm(f"{i}.kn", dim) if qk_norm else None,
-            window=window if i % 2 == 0 else None, sinks=vector(f"{i}.sinks", heads, 0.0, 1.0) if sinks else None,
+            heads,
+            kv_heads,
+            dim,
+            dim,
+            linear(f"{i}.q", heads * dim, width),
+            linear(f"{i}.k", kv_heads * dim, width),
+            linear(f"{i}.v", kv_heads * dim, width),
+            linear(f"{i}.o", width, heads * dim),
+            dim**-0.5,
+            rotary,
+            q_norm=norm(f"{i}.qn", dim) if qk_norm else None,
+            k_norm=norm(f"{i}.kn", dim) if qk_norm else None,
+            window=window if i % 2 == 0 else None,
+            sinks=vector(f"{i}.sinks", heads, 0.0, 1.0) if sinks else None,
             soft_cap=soft_cap,
-        )  # fmt: skip
+        )
         dense = Dense(
-            ff, "silu", Linear(matrix(f"{i}.gate", ff, width)), Linear(matrix(f"{i}.up", ff, width)),
+            ff,
+            "silu",
+            Linear(matrix(f"{i}.gate", ff, width)),
+            Linear(matrix(f"{i}.up", ff, width)),
             Linear(matrix(f"{i}.down", width, ff)),
-        )  # fmt: skip
+        )
         post = norm(f"{i}.post", width) if post_norms else None
         made.append(Layer(attention, dense, norm(f"{i}.n1", width), post, norm(f"{i}.n2", width), post))
     embedding = matrix("embedding", vocab, width, "BF16")
-    return Decoder(
-        "tiny", "qwen3", width, vocab, 1024, embedding, tuple(made), norm("final", width), Linear(embedding)
-    )  # fmt: skip
+    return Decoder("tiny", "qwen3", width, vocab, 1024, embedding, tuple(made), norm("final", width), Linear(embedding))
 
 
 def prompts(seed: int, lengths: Sequence[int], vocab: int = 300) -> list[tuple[int, ...]]:
@@ -114,13 +146,27 @@ def qwen3_shape(layers: int = 28, context: int = 4096) -> Decoder:
     rotary = Rotary(tuple(float(f) for f in 1e6 ** (-np.arange(dim // 2) / (dim // 2))))
     made = []
     for i in range(layers):
-        q, k, v = (Linear(weight(f"{i}.{c}", h * dim, width)) for c, h in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+        q, k, v = (
+            Linear(weight(f"{i}.{c}", h * dim, width)) for c, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
         attention = Attention(
-            heads, kv_heads, dim, dim, q, k, v, Linear(weight(f"{i}.o", width, heads * dim)), dim**-0.5, rotary,
-            q_norm=norm(f"{i}.qn", dim), k_norm=norm(f"{i}.kn", dim),
-        )  # fmt: skip
+            heads,
+            kv_heads,
+            dim,
+            dim,
+            q,
+            k,
+            v,
+            Linear(weight(f"{i}.o", width, heads * dim)),
+            dim**-0.5,
+            rotary,
+            q_norm=norm(f"{i}.qn", dim),
+            k_norm=norm(f"{i}.kn", dim),
+        )
         gate, up = Linear(weight(f"{i}.gate", ff, width)), Linear(weight(f"{i}.up", ff, width))
         dense = Dense(ff, "silu", gate, up, Linear(weight(f"{i}.down", width, ff)))
         made.append(Layer(attention, dense, norm(f"{i}.n1", width), None, norm(f"{i}.n2", width)))
     embedding = weight("embedding", vocab, width)
-    return Decoder("qwen3-0.6b", "qwen3", width, vocab, context, embedding, tuple(made), norm("final", width), Linear(embedding))
+    return Decoder(
+        "qwen3-0.6b", "qwen3", width, vocab, context, embedding, tuple(made), norm("final", width), Linear(embedding)
+    )

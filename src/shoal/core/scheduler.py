@@ -166,8 +166,9 @@ class Scheduler:
         planned: list[ScheduledSequence] = []
         in_order = sorted(self.running, key=_urgency)
         chain = self._chain(in_order)
+        ahead = chain - 1 + self.spec.lookahead
         for seq in in_order:
-            if seq.status is Status.RUNNING and seq.decoding and self._ensure(seq, len(seq.tokens) + chain - 1):
+            if seq.status is Status.RUNNING and seq.decoding and self._ensure(seq, _reach(seq, ahead)):
                 want, top = self._want(seq)
                 fed = (seq.tokens[-1],)
                 planned.append(ScheduledSequence(seq.seq_id, fed, seq.computed, seq.table, want, 1, None, None, top))
@@ -425,3 +426,8 @@ class Scheduler:
 
 def _urgency(seq: Sequence) -> tuple[int, int]:
     return seq.aged_rank, seq.order
+
+
+def _reach(seq: Sequence, ahead: int) -> int:
+    """Positions a decode row needs blocks for: its tokens and `ahead` more, but none it can never write."""
+    return len(seq.tokens) + min(ahead, max(seq.remaining - 1, 0))

@@ -1,16 +1,19 @@
 """The Triton kernels of one step. Their order of sums depends on the shape of the model only, never on the batch.
 
-Letters in shapes: R rows (one fed token each), H hidden size, K inputs and N outputs of a product, V vocabulary, D head size,
-G query heads of one KV head, T block-table entries of a sequence.
+Letters in shapes: R rows (one fed token each), H hidden size, K inputs and N outputs of a product, V vocabulary, D
+head size, G query heads of one KV head, T block-table entries of a sequence.
 
 Three rules keep a row's bits equal for every number of rows beside it:
-- A product cuts K into `SEGS` segments of equal length. Each is one chain of tensor-core instructions from front to back, and
+- A product cuts K into `SEGS` segments of equal length. Each is one chain of tensor-core instructions from front to
+  back, and
   the segments are added in order, whether one program walks all of them or each has a program of its own.
-- Attention cuts a sequence into splits of `SPLIT` tokens at fixed places. `_partial` computes a split, `_merge` adds it to
+- Attention cuts a sequence into splits of `SPLIT` tokens at fixed places. `_partial` computes a split, `_merge`
+  adds it to
   those before it; a lone row, a tile of prompt rows and the readers of a shared trunk all go through these two.
 - Whatever sums a row (a norm) is one program a row, of one shape.
 PDL (dependent launch) lets a kernel start while the one before it ends: each waits before it reads or writes anything.
-Fused multiply-add is off (`enable_fp_fusion=False` at each launch): a compiler would contract differently in each kernel.
+Fused multiply-add is off (`enable_fp_fusion=False` at each launch): a compiler would contract differently in each
+kernel.
 """
 
 from __future__ import annotations
@@ -103,8 +106,10 @@ def _weights(w, scales, supers, n, k, K: tl.constexpr, FORM: tl.constexpr, BN: t
     """A tile of weights, bf16 [BN, BK]: outputs n, inputs k .. k + BK - 1. K and k are multiples of BK."""
     if FORM == BF16:
         return tl.load(w + n[:, None] * K + (k + tl.arange(0, BK))[None, :])
-    if FORM == Q4_0 or FORM == Q4_K:  # of 32 inputs the first 16 are the low halves of 16 bytes
-        packed = tl.load(w + n[:, None] * (K // 2) + (k // 2 + tl.arange(0, BK // 2))[None, :]).to(tl.uint8, bitcast=True)
+    if FORM == Q4_0 or FORM == Q4_K:  # noqa: SIM109 - Triton has no `in`; of 32 inputs the first 16 are the low halves of 16 bytes
+        packed = tl.load(w + n[:, None] * (K // 2) + (k // 2 + tl.arange(0, BK // 2))[None, :]).to(
+            tl.uint8, bitcast=True
+        )
         packed = packed.reshape([BN, BK // 32, 16])
         codes = tl.join(packed & 15, packed >> 4).permute(0, 1, 3, 2).reshape([BN, BK]).to(tl.float32)
     else:
@@ -147,12 +152,13 @@ def product(
 ):  # fmt: skip
     """x bf16 [M, K] times w [N, K]. Programs: (tiles of N, tiles of M, SPLITK).
 
-    STORE: out bf16 [M, ld], whose first N columns are written. PARTS: out float32 [SEGS, M, N], SPLITK = SEGS or 1 (then
-    [1, M, N], summed). GATED: w is [2 N, K], gates first; out bf16 [M, N]. PICK: best float32 and best_at int32 [M, tiles], NaN
-    where a logit is not finite; with LOGITS also out float32 [M, N].
+    STORE: out bf16 [M, ld], whose first N columns are written. PARTS: out float32 [SEGS, M, N], SPLITK = SEGS or 1
+    (then [1, M, N], summed). GATED: w is [2 N, K], gates first; out bf16 [M, N]. PICK: best float32 and best_at int32
+    [M, tiles], NaN where a logit is not finite; with LOGITS also out float32 [M, N].
 
     Weights are the left operand, so that BN, 64 or more, fills the instruction's 64 rows and a few rows of x its 16
-    columns: one instruction for every M. (A tile of 16 rows of x on the left would take another one, whose sums differ.)
+    columns: one instruction for every M. (A tile of 16 rows of x on the left would take another one, whose sums
+    differ.)
     """
     tile, ps = tl.program_id(0), tl.program_id(2)
     j = tl.arange(0, BN)
@@ -244,9 +250,9 @@ def rotate_and_keep(
 ):  # fmt: skip
     """Norm and rotate queries and keys of a row; put keys and values into its KV block. EACH heads a program.
 
-    Programs: (rows, (HEADS + 2 KV) / EACH, rounded up). qkv bf16 [R, (HEADS + 2 KV) * D]; q bf16 [R, HEADS, D]; keys and
-    values bf16 [blocks, KV, BLOCK, D]; the first ROT of D are rotated in pairs (i, i + ROT / 2) with cosines and sines
-    float32 [positions, ROT / 2].
+    Programs: (rows, (HEADS + 2 KV) / EACH, rounded up). qkv bf16 [R, (HEADS + 2 KV) * D]; q bf16 [R, HEADS, D]; keys
+    and values bf16 [blocks, KV, BLOCK, D]; the first ROT of D are rotated in pairs (i, i + ROT / 2) with cosines and
+    sines float32 [positions, ROT / 2].
     """
     if PDL:
         gdc_wait()
@@ -289,12 +295,13 @@ def _partial(
     q, keys, values, table, start, position, last, kv_head, scale, cap, window,
     KV: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One split: tokens start .. start + SPAN - 1 for queries q bf16 [M, D] at `position` [M] (they see up to their own).
+    """One split: tokens start .. start + SPAN - 1 for queries q bf16 [M, D] at `position` [M] (they see up to their
+    own).
 
-    M is 64: a smaller tile would take another instruction, whose sums differ. `last` is the largest position. SPAN is SPLIT, or
-    half of it where no row of the step has more: what it leaves out would add zeros at the end. Returns the largest score [M]
-    (in powers of two; -inf where a row sees nothing), the sum of weights [M] and the weighted values float32 [M, D]. The sum
-    of weights is a product with ones: it has one order in every tile.
+    M is 64: a smaller tile would take another instruction, whose sums differ. `last` is the largest position. SPAN is
+    SPLIT, or half of it where no row of the step has more: what it leaves out would add zeros at the end. Returns the
+    largest score [M] (in powers of two; -inf where a row sees nothing), the sum of weights [M] and the weighted values
+    float32 [M, D]. The sum of weights is a product with ones: it has one order in every tile.
     """
     token = start + tl.arange(0, SPAN)
     seen = token <= last
@@ -343,8 +350,9 @@ def _begin(sinks, head, M: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr):
 @triton.jit
 def attend_rows(
     q, keys, values, tables, positions, slots, trunk_splits, sinks, out, p_most, p_total, p_mixed,
-    T, scale, cap, window, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    G: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    T, scale, cap, window, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    D: tl.constexpr, G: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows).
 
@@ -386,13 +394,13 @@ def attend_rows(
 @triton.jit
 def attend_trunks(
     q, keys, values, tables, positions, readers, trunks, p_most, p_total, p_mixed,
-    T, scale, cap, window, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
-    CAPPED: tl.constexpr, PDL: tl.constexpr,
+    T, scale, cap, window, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    G: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Splits that several rows share, read once for all of them. Programs: (work items, KV).
 
-    trunks int32 [items, 4]: the table's slot, the split, the first of `readers` and how many (at most 64 / G); 0 of them is no
-    work. Only layers without a window have trunks.
+    trunks int32 [items, 4]: the table's slot, the split, the first of `readers` and how many (at most 64 / G); 0 of
+    them is no work. Only layers without a window have trunks.
     """
     if PDL:
         gdc_wait()
@@ -409,8 +417,22 @@ def attend_trunks(
         position = tl.load(positions + reader)
         table = tables + slot.to(tl.int64) * T
         most, total, mixed = _partial(
-            mine, keys, values, table, split * SPLIT, position, tl.max(position, axis=0), kv_head, scale, cap, window,
-            KV, D, SPLIT, CAPPED, False,
+            mine,
+            keys,
+            values,
+            table,
+            split * SPLIT,
+            position,
+            tl.max(position, axis=0),
+            kv_head,
+            scale,
+            cap,
+            window,
+            KV,
+            D,
+            SPLIT,
+            CAPPED,
+            False,
         )
         ok = i // G < count
         place = (reader * HEADS + head) * SPLITS + split
@@ -422,7 +444,8 @@ def attend_trunks(
 @triton.jit
 def merge_rows(
     positions, sinks, out, p_most, p_total, p_mixed, window,
-    SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Put the splits of each row and head together, in order. Programs: (HEADS, rows)."""
     if PDL:
@@ -446,7 +469,8 @@ def merge_rows(
 @triton.jit
 def attend_tiles(
     q, keys, values, tables, positions, slots, tiles, sinks, out,
-    T, scale, cap, window, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    T, scale, cap, window, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of neighbours in one sequence (a prompt's chunk). Programs: (tiles, KV).
 
@@ -472,7 +496,21 @@ def attend_tiles(
         last = tl.load(positions + first + count - 1)
         for split in range(begin, last // SPLIT + 1):
             m2, t2, v2 = _partial(
-                mine, keys, values, table, split * SPLIT, position, last, kv_head, scale, cap, window, KV, D, SPLIT, CAPPED,
+                mine,
+                keys,
+                values,
+                table,
+                split * SPLIT,
+                position,
+                last,
+                kv_head,
+                scale,
+                cap,
+                window,
+                KV,
+                D,
+                SPLIT,
+                CAPPED,
                 WINDOW,
             )
             most, total, mixed = _merge(most, total, mixed, m2, t2, v2)

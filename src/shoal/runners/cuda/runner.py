@@ -33,8 +33,8 @@ class _Ahead:
 class CUDARunner:
     """Maps the core's block ids to KV blocks on the device, and sequences in the batch to rows of a table there.
 
-    Invariant: what a pass computes for a sequence depends on its tokens and its blocks only, to the last bit. Greedy decoding
-    runs one step ahead: where the next plan is the one that was guessed, its outcome is there already.
+    Invariant: what a pass computes for a sequence depends on its tokens and its blocks only, to the last bit. Greedy
+    decoding runs one step ahead: where the next plan is the one that was guessed, its outcome is there already.
     """
 
     def __init__(self, model: DeviceModel, spec: ModelSpec, *, slots: int, rows: int) -> None:
@@ -44,7 +44,7 @@ class CUDARunner:
         self._spare = spec.num_blocks  # the KV block that rows which fill up a bucket write to
         width = -(-spec.context_length // BLOCK) + 1
         tables = torch.full((slots + 1, width), self._spare, dtype=torch.int32, device=model.device)
-        self._step = Step(model, tables, rows, min(rows, bucket(slots)))
+        self._step = Step(model, tables, rows, min(rows, bucket(slots) * spec.max_rows))
         self._free = list(range(slots - 1, -1, -1))
         self._slot: dict[SeqId, int] = {}
         self._known: dict[SeqId, tuple[BlockId, ...]] = {}
@@ -105,6 +105,8 @@ class CUDARunner:
             raise RunnerError(f"chain is {plan.chain}", value=plan.chain, limit=spec.max_chain)
         for s in plan.sequences:
             end = s.start + len(s.tokens) + plan.chain - 1
+            if not 1 <= s.rows <= min(len(s.tokens), spec.max_rows):
+                raise RunnerError(f"sequence {s.seq_id} wants {s.rows} rows", value=s.rows, limit=spec.max_rows)
             if not s.tokens or s.start < 0 or end > min(spec.context_length, len(s.block_table) * BLOCK):
                 raise RunnerError(f"sequence {s.seq_id} feeds {s.start} to {end}", value=end, limit=spec.context_length)
             if min(s.tokens) < 0 or max(s.tokens) >= spec.vocab_size:
@@ -125,13 +127,13 @@ class CUDARunner:
         for _ in range(plan.chain):
             step.run(shape)
             links.append(self._fetch(step.buffers.chosen, shape.wanted))
-        output = self._output(plan, lone, fed, shape, links)
+        output = self._output(plan, lone, fed, links)
         self._run_ahead(plan, lone, shape, output)
         return output
 
     def _fill(self, plan: StepPlan, lone: list[ScheduledSequence], fed: list[ScheduledSequence]) -> Shape:
         """Write the step's inputs to the host's buffer of its shape."""
-        wanted = [s for s in (*lone, *fed) if s.want is not Want.NOTHING]
+        wanted = sum(s.rows for s in plan.sequences if s.want is not Want.NOTHING)
         trunks, readers, skipped = self._trunks(lone)
         each = tile_tokens(self._group)
         tiles = sum(-(-len(s.tokens) // each) for s in fed)
@@ -143,7 +145,7 @@ class CUDARunner:
             trunks=bucket(len(trunks)),
             fed=bucket(sum(len(s.tokens) for s in fed), least=16),
             tiles=bucket(tiles, least=4),
-            wanted=bucket(len(wanted)),
+            wanted=bucket(wanted),
             logits=any(s.want in (Want.LOGITS, Want.TOP) for s in plan.sequences),
             feeds=bool(lone) and not fed and all(s.want is Want.ARGMAX for s in lone),
         )
@@ -172,7 +174,8 @@ class CUDARunner:
                 tile += 1
             row += count
             last[s.seq_id] = row - 1
-        a["wanted"][: len(wanted)] = [last[s.seq_id] for s in wanted]
+        rows = [last[s.seq_id] - back for s in _wanting(lone, fed) for back in range(s.rows - 1, -1, -1)]
+        a["wanted"][: len(rows)] = rows
         return shape
 
     def _send_tables(self, sequences: Iterable[ScheduledSequence], updates: NDArray[np.int32]) -> None:
@@ -213,7 +216,7 @@ class CUDARunner:
         return self._free.pop()
 
     def _trunks(self, lone: list[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:
-        """Shared splits among rows sorted by table: work items, their readers, and each row's first split of its own."""
+        """Shared splits among rows sorted by table: work items, readers, and each row's first split of its own."""
         items: list[tuple[int, int, int, int]] = []
         readers = list(range(len(lone)))
         skipped = [0] * len(lone)
@@ -256,13 +259,20 @@ class CUDARunner:
         return host
 
     def _output(
-        self, plan: StepPlan, lone: list[ScheduledSequence], fed: list[ScheduledSequence], shape: Shape, links: list[torch.Tensor]
+        self,
+        plan: StepPlan,
+        lone: list[ScheduledSequence],
+        fed: list[ScheduledSequence],
+        links: list[torch.Tensor],
     ) -> StepOutput:
-        wanted = [s for s in (*lone, *fed) if s.want is not Want.NOTHING]
-        at = {s.seq_id: i for i, s in enumerate(wanted)}
+        at: dict[SeqId, int] = {}  # the first of a sequence's wanted rows
+        total = 0
+        for s in _wanting(lone, fed):
+            at[s.seq_id] = total
+            total += s.rows
         logits = None
         top = {}
-        rows = [at[s.seq_id] for s in plan.sequences if s.want is Want.LOGITS]
+        rows = [at[s.seq_id] + i for s in plan.sequences if s.want is Want.LOGITS for i in range(s.rows)]
         few = [s for s in plan.sequences if s.want is Want.TOP]
         device = self._step.buffers.logits
         if rows:
@@ -275,7 +285,9 @@ class CUDARunner:
         argmax = {}
         for s in plan.sequences:
             if s.want is Want.ARGMAX:
-                argmax[s.seq_id] = _until_invalid([link[at[s.seq_id]] for link in tokens])
+                first = at[s.seq_id]
+                found = [link[first] for link in tokens] if s.rows == 1 else tokens[0][first : first + s.rows]
+                argmax[s.seq_id] = _until_invalid(found)
         return StepOutput(argmax, logits, top)
 
     # -- one step ahead -----------------------------------------------------------------------------------------
@@ -295,7 +307,11 @@ class CUDARunner:
         self._start_ahead(shape, rows, tuple(s.block_table for s in lone), last)
 
     def _start_ahead(
-        self, shape: Shape, rows: tuple[tuple[SeqId, int], ...], tables: tuple[tuple[BlockId, ...], ...], tokens: list[int]
+        self,
+        shape: Shape,
+        rows: tuple[tuple[SeqId, int], ...],
+        tables: tuple[tuple[BlockId, ...], ...],
+        tokens: list[int],
     ) -> None:
         self._step.run(shape)
         chosen = self._fetch(self._step.buffers.chosen, shape.wanted)
@@ -338,6 +354,11 @@ class CUDARunner:
 def bucket(count: int, least: int = 1) -> int:
     """The power of two that a number of rows is filled up to; 0 stays 0."""
     return 0 if count == 0 else max(least, 1 << (count - 1).bit_length())
+
+
+def _wanting(lone: list[ScheduledSequence], fed: list[ScheduledSequence]) -> list[ScheduledSequence]:
+    """The sequences that want logits, in the order of their rows."""
+    return [s for s in (*lone, *fed) if s.want is not Want.NOTHING]
 
 
 def _until_invalid(tokens: list[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import triton
 from numpy.typing import NDArray
 
 from shoal.runners.cuda import kernels as k
-from shoal.runners.cuda.model import DenseLayer, DeviceModel
+from shoal.runners.cuda.model import DenseLayer, DeviceAttention, DeviceModel
 from shoal.runners.cuda.weights import Matrix
 
 BLOCK = 32  # token slots of a KV block
@@ -27,9 +27,10 @@ _HEADS_EACH = 8  # heads that one program norms and rotates
 class Shape:
     """What a graph is captured for; every number is a bucket, filled up with rows that write to a spare block.
 
-    `lone` rows come first, each alone in its sequence, over at most `splits` splits of context (a lone one of `span` tokens), `trunks` shared splits among
-    them; then `fed` rows in `tiles` tiles, neighbours of one sequence each; `wanted` rows go on to the vocabulary. `logits`:
-    all of them are kept. `feeds`: the chosen tokens are the next step's.
+    `lone` rows come first, each alone in its sequence, over at most `splits` splits of context (a lone one of `span`
+    tokens), `trunks` shared splits among them; then `fed` rows in `tiles` tiles, neighbours of one sequence each;
+    `wanted` rows go on to the vocabulary. `logits`: all of them are kept. `feeds`: the chosen tokens are the next
+    step's.
     """
 
     lone: int
@@ -188,25 +189,27 @@ class Step:
         m, b, t = self.model, self.buffers, self._inputs[shape].tensors
         k.update_tables[(1,)](self.tables, t["updates"], UPDATES, num_warps=4, **self._options(shape))
         width = triton.next_power_of_2(m.width)
-        k.embed[(shape.rows,)](t["tokens"], m.embedding, b.x, m.embedding_scale, m.width, width, num_warps=4, **self._options(shape))
+        k.embed[(shape.rows,)](
+            t["tokens"], m.embedding, b.x, m.embedding_scale, m.width, width, num_warps=4, **self._options(shape)
+        )
         segments = 0
         for layer in m.layers:
             self._norm(shape, layer, segments, first=True)
             self._attention(shape, layer)
-            segments = self._product(shape, b.attended, layer.attention.out, b.parts, k.PARTS, shape.rows, None)
+            segments = self._product(shape, b.attended, layer.attention.out, b.parts, k.PARTS)
             self._norm(shape, layer, segments, first=False)
-            self._product(shape, b.normed, layer.gate_up, b.inner, k.GATED, shape.rows, None, act=layer.activation)
-            segments = self._product(shape, b.inner, layer.down, b.parts, k.PARTS, shape.rows, None)
+            self._product(shape, b.normed, layer.gate_up, b.inner, k.GATED, act=layer.activation)
+            segments = self._product(shape, b.inner, layer.down, b.parts, k.PARTS)
         self._norm(shape, None, segments, first=True)
         self._head(shape)
 
     def _options(self, shape: Shape) -> dict[str, bool]:
-        """How kernels are launched. With few rows each starts while the one before it ends: more would take its place."""
+        """How kernels are launched: with few rows each starts while the one before ends; more would take its place."""
         few = self._dependent and shape.rows <= _FEW_ROWS
         return {"PDL": few, "launch_pdl": few, "enable_fp_fusion": False}
 
     def _norm(self, shape: Shape, layer: DenseLayer | None, segments: int, *, first: bool) -> None:
-        """Add the last product to the residual, and norm for the next: before attention (`first`) or the feed-forward."""
+        """Add the last product to the residual, and norm for attention (`first`) or the feed-forward."""
         m, b = self.model, self.buffers
         weight = m.norm if layer is None else layer.mixer_norm if first else layer.ff_norm
         post = bias = None
@@ -216,89 +219,134 @@ class Step:
             before = m.layers[-1] if layer is None else m.layers[m.layers.index(layer) - 1]
             post = before.ff_post_norm
         k.norm[(shape.rows,)](
-            b.x, b.parts, weight if bias is None else bias, weight if post is None else post, weight, b.x, b.normed,
-            shape.rows * m.width, m.eps, m.residual_scale, m.width, triton.next_power_of_2(m.width), segments, bias is not None,
-            post is not None, False, layer is not None, num_warps=_warps(m.width), **self._options(shape),
-        )  # fmt: skip
+            *(b.x, b.parts, weight if bias is None else bias, weight if post is None else post, weight, b.x, b.normed),
+            *(shape.rows * m.width, m.eps, m.residual_scale, m.width, triton.next_power_of_2(m.width)),
+            *(segments, bias is not None, post is not None, False, layer is not None),
+            num_warps=_warps(m.width),
+            **self._options(shape),
+        )
 
     def _attention(self, shape: Shape, layer: DenseLayer) -> None:
         m, b, t, a = self.model, self.buffers, self._inputs[shape].tensors, layer.attention
         column = 0
         for matrix, bias in a.qkv:
-            self._product(shape, b.normed, matrix, b.qkv[:, column:], k.STORE, shape.rows, bias, ld=a.width)
+            self._product(shape, b.normed, matrix, b.qkv[:, column:], k.STORE, bias=bias, ld=a.width)
             column += matrix.n
-        group = a.heads // a.kv_heads
         k.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
-            b.qkv, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables, a.keys, a.values, b.q,
-            m.eps, self.tables.shape[1], a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed,
-            _HEADS_EACH, num_warps=2, **self._options(shape),
-        )  # fmt: skip
-        window, cap = a.window or 0, a.soft_cap or 0.0
-        flags = {"CAPPED": a.soft_cap is not None, **self._options(shape)}
-        limits = {"WINDOW": a.window is not None, "SINKS": a.has_sinks}
-        size = self.tables.shape[1]
+            *(b.qkv, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
+            *(a.keys, a.values, b.q, m.eps, self.tables.shape[1]),
+            *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, _HEADS_EACH),
+            num_warps=2,
+            **self._options(shape),
+        )
         if shape.lone:
-            partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
-            none = a.window is not None or not shape.trunks  # a window reads little: each row its own
-            skipped = self.zeros if none else t["trunk_splits"]
-            if not none:
-                k.attend_trunks[(shape.trunks, a.kv_heads)](
-                    b.q, a.keys, a.values, self.tables, t["positions"], t["readers"], t["trunks"], *partials, size, a.scale, cap,
-                    window, shape.splits, a.heads, a.kv_heads, a.dim, group, num_warps=4, **flags,
-                )  # fmt: skip
-            k.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
-                b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], skipped, a.sinks, b.attended, *partials, size,
-                a.scale, cap, window, shape.splits, shape.span, a.heads, a.kv_heads, a.dim, group, num_warps=4, **flags, **limits,
-            )  # fmt: skip
-            if shape.splits > 1:
-                k.merge_rows[(a.heads, shape.lone)](
-                    t["positions"], a.sinks, b.attended, *partials, window, shape.splits, a.heads, a.dim,
-                    num_warps=1, **limits, **self._options(shape),
-                )  # fmt: skip
+            self._attend_lone(shape, a)
         if shape.tiles:
             k.attend_tiles[(shape.tiles, a.kv_heads)](
-                b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended, size, a.scale,
-                cap, window, a.heads, a.kv_heads, a.dim, group, num_warps=4, num_stages=1, **flags, **limits,
-            )  # fmt: skip
+                *(b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended),
+                *(self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0),
+                *(a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads),
+                *(a.soft_cap is not None, a.window is not None, a.has_sinks),
+                num_warps=4,
+                num_stages=1,
+                **self._options(shape),
+            )
+
+    def _attend_lone(self, shape: Shape, a: DeviceAttention) -> None:
+        """Attention of the rows that are alone in their sequence: shared splits, own splits, and all together."""
+        b, t, options = self.buffers, self._inputs[shape].tensors, self._options(shape)
+        partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
+        trunks = shape.trunks if a.window is None else 0  # a window reads little: each row its own
+        limits = (self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0)
+        sizes = (a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads)
+        kinds = (a.soft_cap is not None, a.window is not None, a.has_sinks)
+        reads = (b.q, a.keys, a.values, self.tables, t["positions"])
+        if trunks:
+            k.attend_trunks[(trunks, a.kv_heads)](
+                *(*reads, t["readers"], t["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
+                num_warps=4,
+                **options,
+            )
+        skipped = t["trunk_splits"] if trunks else self.model.zeros
+        k.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
+            *(*reads, t["slots"], skipped, a.sinks, b.attended, *partials, *limits),
+            *(shape.splits, shape.span, *sizes, *kinds),
+            num_warps=4,
+            **options,
+        )
+        if shape.splits > 1:
+            k.merge_rows[(a.heads, shape.lone)](
+                *(t["positions"], a.sinks, b.attended, *partials, limits[3], shape.splits, a.heads, a.dim, *kinds[1:]),
+                num_warps=1,
+                **options,
+            )
 
     def _head(self, shape: Shape) -> None:
         m, b, t = self.model, self.buffers, self._inputs[shape].tensors
         if not shape.wanted:
             return
         k.norm[(shape.wanted,)](
-            b.x, b.parts, m.norm, m.norm, m.norm, t["wanted"], b.final, 0, m.eps, 1.0, m.width,
-            triton.next_power_of_2(m.width), 0, False, False, True, True, num_warps=_warps(m.width), **self._options(shape),
-        )  # fmt: skip
-        self._product(shape, b.final, m.head, b.logits, k.PICK, shape.wanted, None, logits=shape.logits)
+            *(b.x, b.parts, m.norm, m.norm, m.norm, t["wanted"], b.final),
+            *(0, m.eps, 1.0, m.width, triton.next_power_of_2(m.width), 0, False, False, True, True),
+            num_warps=_warps(m.width),
+            **self._options(shape),
+        )
+        product(
+            *(b.final, m.head, b.logits, k.PICK, shape.wanted),
+            best=(b.best, b.best_at),
+            cap=m.soft_cap,
+            logit_scale=m.logit_scale,
+            logits=shape.logits,
+            dependent=self._options(shape)["PDL"],
+        )
         k.pick[(shape.wanted,)](
-            b.best, b.best_at, t["tokens"], t["positions"], t["slots"], b.chosen, len(self.tables) - 1, b.tiles, triton.next_power_of_2(b.tiles), shape.feeds,
-            num_warps=4, **self._options(shape),
-        )  # fmt: skip
+            *(b.best, b.best_at, t["tokens"], t["positions"], t["slots"], b.chosen, len(self.tables) - 1),
+            *(b.tiles, triton.next_power_of_2(b.tiles), shape.feeds),
+            num_warps=4,
+            **self._options(shape),
+        )
 
-    def _product(
-        self, shape: Shape, x: torch.Tensor, w: Matrix, out: torch.Tensor, epilogue: Any, rows: int, bias: torch.Tensor | None, *,
-        ld: int | None = None, act: int = 0, logits: bool = False,
-    ) -> int:  # fmt: skip
-        """Launch a product; returns how many sums an output of PARTS was left in."""
-        m, b = self.model, self.buffers
-        n = w.n // 2 if epilogue == k.GATED else w.n
-        segments, bk = segments_of(w.k), load_of(w.k, rows)
-        bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
-        if w.form != k.BF16:  # what is unpacked waits in registers, not in more stages
-            stages = 3
-        split = segments if epilogue == k.PARTS and rows <= _FEW_ROWS else 1
-        cap = m.soft_cap if epilogue == k.PICK and m.soft_cap else 0.0
-        k.product[(triton.cdiv(w.n if epilogue == k.GATED else n, bn), triton.cdiv(rows, bm), split)](
-            x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, b.best, b.best_at, rows, ld or n, cap,
-            m.logit_scale if epilogue == k.PICK else 1.0, n, w.k, segments, split, w.form, epilogue, bias is not None, act,
-            cap != 0.0, logits, bm, bn, bk, num_warps=warps, num_stages=stages, **self._options(shape),
-        )  # fmt: skip
-        return split
+    def _product(self, shape: Shape, x: torch.Tensor, w: Matrix, out: torch.Tensor, epilogue: Any, **how: Any) -> int:
+        """`product` over all rows of the step."""
+        return product(x, w, out, epilogue, shape.rows, dependent=self._options(shape)["PDL"], **how)
 
-    @property
-    def zeros(self) -> torch.Tensor:
-        """No trunk for any row."""
-        return self.model.zeros
+
+def product(
+    x: torch.Tensor,
+    w: Matrix,
+    out: torch.Tensor,
+    epilogue: Any,
+    rows: int,
+    *,
+    bias: torch.Tensor | None = None,
+    ld: int | None = None,
+    act: int = 0,
+    best: tuple[torch.Tensor, torch.Tensor] | None = None,
+    cap: float | None = None,
+    logit_scale: float = 1.0,
+    logits: bool = False,
+    dependent: bool = False,
+) -> int:
+    """Launch a product of `rows` rows; returns in how many sums an output of PARTS is left (see `kernels.product`)."""
+    gated = epilogue == k.GATED
+    n = w.n // 2 if gated else w.n
+    segments = segments_of(w.k)
+    bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
+    if w.form != k.BF16:  # what is unpacked waits in registers, not in more stages
+        stages = 3
+    split: int = segments if epilogue == k.PARTS and rows <= _FEW_ROWS else 1
+    values, places = best or (out, out)
+    k.product[(triton.cdiv(w.n, bn), triton.cdiv(rows, bm), split)](
+        *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, values, places),
+        *(rows, ld or n, cap or 0.0, logit_scale),
+        *(n, w.k, segments, split, w.form, epilogue, bias is not None, act, cap is not None, logits),
+        *(bm, bn, load_of(w.k, rows), dependent),
+        num_warps=warps,
+        num_stages=stages,
+        launch_pdl=dependent,
+        enable_fp_fusion=False,
+    )
+    return split
 
 
 def segments_of(inputs: int) -> int:
@@ -307,14 +355,18 @@ def segments_of(inputs: int) -> int:
 
 
 def load_of(inputs: int, rows: int) -> int:
-    """Inputs of one load. A segment is two or more of them: a compiler would make one chain of segments of a single product."""
+    """Inputs of one load. A segment is two or more of them: a compiler would make one chain of segments of a single
+    product.
+    """
     length = inputs // segments_of(inputs)
     most = 128 if rows <= 64 else 64
     return next(size for size in (128, 64, 32) if size <= most and length % size == 0 and (length > size or size == 32))
 
 
 def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
-    """Rows and outputs of one program, its warps, and loads in flight. They choose who sums what, never in which order."""
+    """Rows and outputs of one program, its warps, and loads in flight. They choose who sums what, never in which
+    order.
+    """
     if rows <= 64:
         few = max(16, triton.next_power_of_2(rows))
         return (few, HEAD_N, 8, 3) if head else (few, 64, 4, 6 if few <= 32 else 4)
@@ -324,7 +376,9 @@ def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
 
 
 def tile_tokens(group: int) -> int:
-    """Tokens of one attention tile, a prompt's neighbours or a trunk's readers: with `group` heads each they fill its 64 rows."""
+    """Tokens of one attention tile, a prompt's neighbours or a trunk's readers: with `group` heads each they fill its
+    64 rows.
+    """
     return 64 // group
 
 

@@ -51,7 +51,7 @@ def vector(weight: Weight, device: torch.device) -> torch.Tensor:
 
 
 def stacked(weights: Sequence[Weight], device: torch.device) -> list[Matrix]:
-    """Weights of equal inputs one above the other: one matrix where their forms agree, else one for each run of them."""
+    """Weights of equal inputs one above the other: one matrix for each run of them that has one form."""
     runs: list[list[Weight]] = []
     for weight in weights:
         if runs and form_of(runs[-1][0]) == form_of(weight):
@@ -62,7 +62,9 @@ def stacked(weights: Sequence[Weight], device: torch.device) -> list[Matrix]:
 
 
 def paired(first: Weight, second: Weight, device: torch.device) -> Matrix:
-    """Two weights as one matrix, the second's outputs behind the first's: at their own form if it is one, else in bf16."""
+    """Two weights as one matrix, the second's outputs behind the first's: at their own form if it is one, else in
+    bf16.
+    """
     form = form_of(first) if form_of(first) == form_of(second) else BF16
     return _upload([first, second], form, device)
 
