@@ -181,9 +181,10 @@ def product(
         k = ps * EACH * KS + i * BK
         b = tl.load(x + row[None, :] * K + (k + tl.arange(0, BK))[:, None])
         acc = tl.dot(_weights(w, scales, supers, n_in, k, K, FORM, BN, BK), b, acc)
-        if i % (KS // BK) == KS // BK - 1:
-            total = total + acc
-            acc = tl.zeros([BN, BM], tl.float32)
+        # Not in an `if`: there Triton 3.6 reads acc while the instructions that write it are under way.
+        ends = i % (KS // BK) == KS // BK - 1
+        total = total + tl.where(ends, acc, 0.0)
+        acc = tl.where(ends, 0.0, acc)
     if BIAS:
         total = total + tl.load(bias + n, mask=n < N, other=0.0)[:, None]
     if EPI == GATED:

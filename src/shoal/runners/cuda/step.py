@@ -334,7 +334,7 @@ def product(
     bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
     if w.form != k.BF16:  # what is unpacked waits in registers, not in more stages
         stages = 3
-    split: int = segments if epilogue == k.PARTS and rows <= _FEW_ROWS else 1
+    split = segments if epilogue == k.PARTS and rows <= _FEW_ROWS else 1
     values, places = best or (out, out)
     k.product[(triton.cdiv(w.n, bn), triton.cdiv(rows, bm), split)](
         *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, values, places),
@@ -346,7 +346,7 @@ def product(
         launch_pdl=dependent,
         enable_fp_fusion=False,
     )
-    return split
+    return int(split)
 
 
 def segments_of(inputs: int) -> int:
@@ -383,4 +383,4 @@ def tile_tokens(group: int) -> int:
 
 
 def _warps(width: int) -> int:
-    return min(max(triton.next_power_of_2(width) // 512, 1), 8)
+    return min(max((1 << (width - 1).bit_length()) // 512, 1), 8)
