@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `cuda` is not installed")
-pytest.importorskip("triton", reason="the extra `cuda` is not installed")
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton", reason="the extra `cuda` is not installed")
 
 from shoal.models import oracle  # noqa: E402
 from shoal.models.decoder import Decoder  # noqa: E402
