@@ -39,6 +39,7 @@ def seq(seq_id: int, tokens: tuple[int, ...], start: int, table: range, want: Wa
     return ScheduledSequence(seq_id, tokens, start, tuple(table), want)
 
 
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 @pytest.mark.parametrize("form", FORMS, ids=["bf16", "everything"])
 def test_prefill_agrees_with_the_oracle_and_with_itself_in_chunks_and_token_by_token(form: dict[str, Any]) -> None:
     decoder, made = runner(**form)
