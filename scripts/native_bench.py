@@ -54,7 +54,7 @@ class LlamaWorker:
         p.kv_unified = shared > 0
         self.context = ll.llama_init_from_model(self.model, p)
         self.memory = ll.llama_get_memory(self.context)
-        self.streams, self.length = streams, length
+        self.streams, self.at = streams, length
         for seq in range(streams):
             first = shared if seq else 0
             if first:
@@ -74,13 +74,10 @@ class LlamaWorker:
 
     def decode(self) -> None:
         """A step; the arg-max, which this interface leaves to its caller, is not counted."""
-        self.feed([(100 + s, self.length, s, True) for s in range(self.streams)])
+        self.feed([(100 + s, self.at, s, True) for s in range(self.streams)])
+        self.at += 1
         for i in range(self.streams):
             self.ll.llama_get_logits_ith(self.context, i)[0]
-
-    def after_decode(self) -> None:
-        for s in range(self.streams):
-            self.ll.llama_memory_seq_rm(self.memory, s, self.length, -1)
 
     def before_prefill(self) -> None:
         self.ll.llama_memory_clear(self.memory, False)
@@ -121,7 +118,7 @@ class RunnerWorker:
     def setup(self, streams: int, length: int, shared: int) -> None:
         size = self.runner.spec.block_size
         blocks, trunk = (length + 64) // size + 1, shared // size
-        self.length = length
+        self.at = length
         self.tables = [
             (*range(trunk), *range(trunk + s * (blocks - trunk), trunk + (s + 1) * (blocks - trunk)))
             for s in range(streams)
@@ -132,10 +129,8 @@ class RunnerWorker:
                 self.step([(s, tuple(tokens[at : at + 512]), at, False)])
 
     def decode(self) -> None:
-        self.step([(s, (100 + s,), self.length, True) for s in range(len(self.tables))])
-
-    def after_decode(self) -> None:
-        pass
+        self.step([(s, (100 + s,), self.at, True) for s in range(len(self.tables))])
+        self.at += 1
 
     def before_prefill(self) -> None:
         self.tables = [tuple(range(PREFILL // self.runner.spec.block_size + 1))]
@@ -162,8 +157,6 @@ def serve(worker: LlamaWorker | RunnerWorker) -> None:
                 began = time.perf_counter()
                 (worker.decode if decode else worker.prefill)()
                 times.append(time.perf_counter() - began)
-                if decode:
-                    worker.after_decode()
         print(json.dumps(times), flush=True)
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.core.commands import PreemptAll
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import Output, RequestState, StepLoop
 from shoal.runners.base import Runner
@@ -44,10 +47,7 @@ class Watched:
     def execute(self, plan: StepPlan) -> StepOutput:
         """The plan with LOGITS in place of ARGMAX, and the answer as it was asked for."""
         asked = [item for item in plan.sequences if item.want is not Want.NOTHING]
-        wide = tuple(
-            type(i)(i.seq_id, i.tokens, i.start, i.block_table, Want.LOGITS if i.want is Want.ARGMAX else i.want)
-            for i in plan.sequences
-        )
+        wide = tuple(i._replace(want=Want.LOGITS if i.want is Want.ARGMAX else i.want) for i in plan.sequences)
         output = self._runner.execute(StepPlan(plan.step, wide, plan.copies))
         for item in plan.sequences:
             written = self.tokens.setdefault(item.seq_id, [])
@@ -169,7 +169,7 @@ def one_schedule(
             places[f"r{len(events)}"] = place
             out.seen["fork"] += 1
         elif dice < 0.08:
-            loop.scheduler.preempt_all(drop_cached=rng.random() < 0.5)
+            loop.scheduler.apply(PreemptAll(drop_cached=rng.random() < 0.5))
         loop.step()
         check_integrity(loop.scheduler)
     for i, log in events:
@@ -202,6 +202,7 @@ def run(runner: Runner, *, schedules: int, requests: int, seed: int = 0, say: bo
 
 
 def main() -> None:
+    from tests.support.native_tiny import tiny_native
     from tests.support.runners import real_runner
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -211,8 +212,15 @@ def main() -> None:
     parser.add_argument("--runner", default="openvino")
     parser.add_argument("--kv-memory", default="64MiB")
     parser.add_argument("--kv-precision", default="auto")
+    parser.add_argument(
+        "--tiny", help="a model of tests/support/tiny_models.py on the native runner, in place of a real one"
+    )
     options = parser.parse_args()
-    runner = real_runner(options.runner, kv_memory=options.kv_memory, kv_precision=options.kv_precision)
+    runner: Runner
+    if options.tiny:
+        runner = tiny_native(options.tiny, Path(tempfile.mkdtemp()), kv=options.kv_precision)
+    else:
+        runner = real_runner(options.runner, kv_memory=options.kv_memory, kv_precision=options.kv_precision)
     outcome = run(runner, schedules=options.schedules, requests=options.requests, seed=options.seed, say=True)
     runner.close()
     print(outcome)

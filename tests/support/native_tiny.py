@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shoal.models.files import local_files
 from shoal.runners.native.core import load_core
 from shoal.runners.native.runner import KvPrecision, NativeRunner
+from tests.support.tiny_models import write_model
 
 EMBD, FF, HEADS, KV_HEADS, DIM, VOCAB = 256, 256, 4, 2, 64, 130
 
@@ -115,13 +116,24 @@ def write_blocks(path: Path, kind: str, *, layers: int = 2, bad_token: int | Non
     return path
 
 
-def open_tiny(path: Path, *, isa: str = "auto", threads: int = 2, kv: KvPrecision = "auto") -> NativeRunner:
+def open_tiny(
+    path: Path, *, isa: str = "auto", threads: int = 2, kv: KvPrecision = "auto", kv_bytes: int = 4 << 20
+) -> NativeRunner:
     """A runner of some hundred blocks over the file, its packed form beside it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_ISA", isa)
         return NativeRunner.load(
-            local_files("tiny", path), kv_bytes=4 << 20, cache_dir=path.parent, threads=threads, kv_precision=kv
+            local_files("tiny", path), kv_bytes=kv_bytes, cache_dir=path.parent, threads=threads, kv_precision=kv
         )
+
+
+def tiny_native(
+    name: str, folder: Path, *, kind: str = "Q8_0", threads: int = 3, kv: KvPrecision = "auto", blocks: int = 160
+) -> NativeRunner:
+    """A runner over a tiny model of `tiny_models`, with room for about that many blocks and some checkpoints."""
+    path = write_model(folder / f"{name}.gguf", name, kind)
+    spec = open_tiny(path, kv=kv, kv_bytes=64 << 20).spec
+    return open_tiny(path, threads=threads, kv=kv, kv_bytes=spec.block_bytes * blocks + spec.checkpoint_bytes * 16)
 
 
 def isas() -> list[str]:

@@ -40,10 +40,11 @@ def _plain(*, tied: bool = False, qk_norm: int = 0) -> Maker:
 
 def _qwen2(t: Tiny) -> None:
     t.drop("attention.key_length", "attention.value_length")
+    t.keys(**{"attention.head_count": 2, "attention.head_count_kv": 1})
     t.outside(tied=True)
     for i in range(t.layers):
         t.norms(i, "attn_norm", "ffn_norm")
-        t.attention(i, bias="qkv", head=WIDTH // HEADS)
+        t.attention(i, bias="qkv", heads=2, kv_heads=1)
         t.dense(i)
 
 
@@ -239,8 +240,8 @@ def _gpt_oss(t: Tiny) -> None:
 
 def _phi3(*, long: bool) -> Maker:
     def make(t: Tiny) -> None:
-        head = WIDTH // HEADS
         t.drop("attention.key_length", "attention.value_length")
+        t.keys(**{"attention.head_count": 2, "attention.head_count_kv": 1})
         t.keys(**{"rope.dimension_count": 12, "attention.sliding_window": 0})
         if long:
             t.keys(**{"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19})
@@ -249,7 +250,7 @@ def _phi3(*, long: bool) -> Maker:
         t.outside()
         for i in range(t.layers):
             t.norms(i, "attn_norm", "ffn_norm")
-            t.attention(i, head=head, fused=True)
+            t.attention(i, heads=2, kv_heads=1, fused=True)
             t.dense(i, fused=True)
 
     return make
@@ -257,8 +258,8 @@ def _phi3(*, long: bool) -> Maker:
 
 def _olmo2(*, windows: bool) -> Maker:
     def make(t: Tiny) -> None:
-        head = WIDTH // HEADS
         t.drop("attention.key_length", "attention.value_length")
+        t.keys(**{"attention.head_count": 2, "attention.head_count_kv": 1})
         if windows:
             t.keys(
                 **{
@@ -272,7 +273,7 @@ def _olmo2(*, windows: bool) -> Maker:
         t.outside()
         for i in range(t.layers):
             t.norms(i, "post_attention_norm", "post_ffw_norm")
-            t.attention(i, head=head, qk_norm=2)
+            t.attention(i, heads=2, kv_heads=1, qk_norm=2)
             t.dense(i)
 
     return make
@@ -333,9 +334,8 @@ def _granitehybrid(*, experts: bool) -> Maker:
 
 def _lfm2(*, experts: bool) -> Maker:
     def make(t: Tiny) -> None:
-        head = WIDTH // HEADS
         t.drop("attention.key_length", "attention.value_length")
-        t.keys(**{"attention.head_count_kv": [0, 0, KV_HEADS, 0], "shortconv.l_cache": 3})
+        t.keys(**{"attention.head_count": 2, "attention.head_count_kv": [0, 0, 1, 0], "shortconv.l_cache": 3})
         if experts:
             t.keys(
                 expert_count=EXPERTS,
@@ -348,7 +348,7 @@ def _lfm2(*, experts: bool) -> Maker:
         for i in range(t.layers):
             t.norms(i, "attn_norm", "ffn_norm")
             if i == 2:
-                t.attention(i, head=head, qk_norm=1)
+                t.attention(i, heads=2, kv_heads=1, qk_norm=1)
             else:
                 t.matrix(f"blk.{i}.shortconv.in_proj", 3 * WIDTH, WIDTH)
                 t.raw(f"blk.{i}.shortconv.conv.weight", 0.5 * t.rng.standard_normal((WIDTH, 3)))

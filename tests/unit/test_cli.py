@@ -19,9 +19,9 @@ from shoal.agents.swarm import SPECIALISTS, Swarm
 from shoal.cli import options
 from shoal.cli.console import describe, human_bytes, printable
 from shoal.cli.main import app
-from shoal.cli.screen import Grid, tail
+from shoal.cli.screen import CardGrid, tail
 from shoal.errors import ConfigError, KVBudgetError
-from shoal.models import DEFAULT_MODEL
+from shoal.models import DEFAULT_MODEL, Store
 from shoal.types import SamplingParams
 from tests.support.cli_fake import opened
 from tests.support.tiny_gguf import write_tiny
@@ -191,6 +191,31 @@ def test_models_of_an_empty_store(shoal: Shoal) -> None:
     assert json.loads(shoal("models", "list", "--json").stdout) == []
 
 
+def test_models_worth_a_try(shoal: Shoal) -> None:
+    lines = shoal("models", "search", "qwen3", "apache").stdout.splitlines()
+    assert lines
+    assert all("qwen3" in line.lower() and "Apache-2.0" in line for line in lines)
+    told = json.loads(shoal("models", "search", "--json").stdout)
+    sizes = [model["bytes"] for model in told["models"]]
+    assert sizes == sorted(sizes)
+    assert told["models"][0]["name"] == DEFAULT_MODEL
+    store = Store()
+    for model in told["models"]:
+        store.check_name(model["name"])  # each is what `pull` takes
+    nothing = shoal("models", "search", "nobody-has-this")
+    assert (nothing.exit_code, nothing.stdout) == (0, "")
+
+
+def test_models_list_says_what_each_is(shoal: Shoal, tmp_path: Path) -> None:
+    assert shoal("quantize", str(write_tiny(tmp_path / "tiny.gguf", "llama")), "small").exit_code == 0
+    (model,) = json.loads(shoal("models", "list", "--json").stdout)
+    assert model["family"] == "llama"
+    assert model["context_length"] > 0
+    assert (model["runner"] is None) == ("no runner" in shoal("models", "list").stdout)
+    Path(model["path"]).write_bytes(b"GGUF")  # of another size: as good as absent
+    assert json.loads(shoal("models", "list", "--json").stdout) == []
+
+
 def test_errors_say_value_limit_and_hint_once() -> None:
     error = KVBudgetError("too much", param="max_tokens", value=7, limit=5, hint="use less")
     assert describe(error) == "shoal: too much (value: 7; limit: 5)\n  use less"
@@ -216,7 +241,7 @@ def test_the_grid_fits_the_screen_and_ends_in_full() -> None:
     console = Console(file=out, force_terminal=True, width=100, height=30, color_system=None)
     work = Swarm("Why?", SPECIALISTS, SamplingParams(max_tokens=4))
     words = " ".join(f"word{n}" for n in range(80))
-    with Grid(console, "Why?", "toy", work) as grid:
+    with CardGrid(console, "Why?", "toy", work) as grid:
         for card in work.cards:
             card.text, card.tokens, card.state = words, 160, CardState.DECODING
         grid.show([])

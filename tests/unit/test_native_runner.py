@@ -289,7 +289,7 @@ def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pyt
         ([item([1], 0, (1,), Want.ARGMAX)], {"chain": 65}, "chain"),
         ([item([1], 31, (1,), Want.ARGMAX)], {"chain": 2}, "block table ends"),
         ([item([1], 0, (1,), Want.TOP)], {}, "the best 0 tokens"),
-        ([replace(item([1], 0, (1,), Want.TOP), top=131)], {}, "the best 131 tokens"),
+        ([item([1], 0, (1,), Want.TOP)._replace(top=131)], {}, "the best 131 tokens"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(
@@ -348,7 +348,7 @@ def test_what_is_not_finite_stays_in_its_sequence(blocks: Path, isa: str, kv: Kv
     good = item([1, 2, 3], 0, (4,), seq_id=1)
     expected = run(made, good)
     bad = item([1, 7, 3], 0, (5,), Want.ARGMAX, seq_id=2)
-    few = replace(item([1, 7, 3], 0, (12,), Want.TOP, seq_id=4), top=5)
+    few = item([1, 7, 3], 0, (12,), Want.TOP, seq_id=4)._replace(top=5)
     output = made.execute(StepPlan(0, (good, bad, item([9], 0, (6,), Want.ARGMAX, seq_id=3), few)))
     assert output.argmax[2] == (-1,)
     assert [len(part) for part in output.top[4]] == [0, 0]
@@ -407,6 +407,38 @@ def test_threads_are_pinned_only_when_asked(blocks: Path) -> None:
     assert single_cpu_threads() == before + 2  # the caller's thread stays as it was
     pinned.close()
     free.close()
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "100000 100000"}, 1),  # the quota of a group above
+        ("0::/\n", {"cpu.max": "150000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("4:cpu,cpuacct:/c\n", {"cpu/c/cpu.cfs_quota_us": "100000", "cpu/c/cpu.cfs_period_us": "100000"}, 1),
+        ("4:cpu,cpuacct:/c\n", {"cpu/c/cpu.cfs_quota_us": "-1", "cpu/c/cpu.cfs_period_us": "100000"}, None),
+        ("4:memory:/c\n", {"cpu/c/cpu.cfs_quota_us": "100000", "cpu/c/cpu.cfs_period_us": "100000"}, None),
+        ("0::/a\n", {"a/cpu.max": "max 100000"}, None),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+def test_a_quota_bounds_the_threads(groups: str, files: dict[str, str], cores: int | None, tmp_path: Path) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "sys" / "fs" / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert load_core().cpus(str(tmp_path)) == (cores or len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for cpu in os.sched_getaffinity(0):
+        folder = tmp_path / "sys" / "devices" / "system" / "cpu" / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text("0-1\n")
+    assert load_core().cpus(str(tmp_path)) == 1
 
 
 def test_idle_threads_take_no_cpu(tiny: NativeRunner) -> None:

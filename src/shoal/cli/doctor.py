@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,23 +10,11 @@ import typer
 
 from shoal.cli import options
 from shoal.cli.console import human_bytes, note, print_json
-from shoal.errors import BackendError, ModelNotFoundError
+from shoal.errors import BackendError, ModelNotFoundError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
     from shoal.runners.registry import RunnerCard
-
-_TOKENS = 24
-_SAME = "List three reasons why people live by the sea."
-_MATES = (
-    "Hello!",
-    "What is the capital of France?",
-    "Write one sentence about rain.",
-    "Count from one to twenty in words, and say which of these numbers is your favourite one.",
-    "Name a fruit.",
-    "Explain in simple words how a bicycle stays upright while somebody rides it. " * 8,
-    "List three reasons why people live in the mountains.",
-)
 
 
 def doctor(
@@ -73,6 +62,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
         yield "memory", {"model": None}
         yield "self_check", {"status": "skipped", "detail": missing}
         return
+    yield "needs", _needs(model)
     from shoal.engine.engine import Engine
 
     note(f"loading {model}")
@@ -90,6 +80,8 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
                 "total_bytes": stats.memory_bytes,
             },
         )
+        from shoal.diagnostics.selfcheck import self_check
+
         yield "self_check", self_check(engine)
         if isolation:
             yield "isolation", _isolation(engine)
@@ -119,6 +111,23 @@ def _card(runner: str | None, model: str | None = None) -> RunnerCard | None:
     store = Store()
     files = store.resolve(model, pull=False)
     return describe_runner(runner, LocalModel.read(files), EngineConfig(), store.cache_dir(files.key))
+
+
+def _needs(model: str) -> dict[str, Any]:
+    """What a model needs of memory, read off its header: no weight is loaded."""
+    from shoal.models import Store, families
+    from shoal.models.needs import needs
+    from shoal.runners.registry import LocalModel
+
+    local = LocalModel.read(Store().resolve(model, pull=False))
+    facts: dict[str, Any] = {"model": model, "file_bytes": local.file_bytes}
+    if local.gguf is None:
+        return {**facts, "why": f"only GGUF files tell it; this is {local.files.kind}"}
+    try:
+        need = needs(families.describe(local.gguf), kv_element_bytes=2)
+    except UnsupportedModelError as error:
+        return {**facts, "why": error.message}
+    return facts | dataclasses.asdict(need)
 
 
 def _precision(card: RunnerCard | None) -> dict[str, Any]:
@@ -163,36 +172,6 @@ def _missing(model: str, *, required: bool) -> str | None:
     return None
 
 
-def self_check(engine: Engine) -> dict[str, Any]:
-    """Whether one prompt gives the same tokens alone, beside seven others, and from a cached prefix beside them.
-
-    Greedy and sampled. The namespaces keep the first two from sharing a prefix, so that both compute all of it.
-    """
-    from shoal.types import SamplingParams
-
-    differing = []
-    for name, sampling in (
-        ("greedy", SamplingParams(max_tokens=_TOKENS, ignore_eos=True)),
-        ("sampled", SamplingParams(max_tokens=_TOKENS, ignore_eos=True, temperature=1.0, seed=7)),
-    ):
-        alone = _answer(engine, sampling, f"{name} alone", ())
-        batch = _answer(engine, sampling, f"{name} batch", _MATES)
-        cached = _answer(engine, sampling, f"{name} alone", _MATES)
-        differing += [f"{name} {how}" for how, tokens in (("in a batch", batch), ("cached", cached)) if tokens != alone]
-    if differing:
-        detail = f"tokens differ from those of a lone run: {', '.join(differing)}"
-        if engine.inputs.spec.exact:
-            return {"status": "FAILED", "detail": detail}
-        return {
-            "status": "inexact",
-            "detail": f"{detail}; this backend rounds otherwise in a batch, so near-ties may fall",
-        }
-    return {
-        "status": "ok",
-        "detail": f"{_TOKENS} tokens, greedy and sampled, are equal alone, in a batch of 8, and from a cached prefix",
-    }
-
-
 def _isolation(engine: Engine) -> dict[str, Any]:
     from shoal.diagnostics.isolation import check_isolation
 
@@ -202,20 +181,6 @@ def _isolation(engine: Engine) -> dict[str, Any]:
         return {"status": "ok", "detail": f"{told}, none with another's; all equal to what each chat writes alone"}
     found = "; ".join((*report.leaks, *report.differing)[:4]) or "too few recalled their word for the check to count"
     return {"status": "FAILED", "detail": f"{told}, {len(report.leaks)} leaks, {len(report.differing)} differ: {found}"}
-
-
-def _answer(engine: Engine, sampling: Any, task: str, mates: tuple[str, ...]) -> tuple[int, ...]:
-    from shoal.types import Namespace, Request
-
-    requests = [
-        Request(messages=[{"role": "user", "content": text}], sampling=sampling, namespace=Namespace(task=task))
-        for text in (*mates, _SAME)
-    ]
-    results = engine.run(requests).results
-    for result in results:
-        if result.error is not None:
-            raise result.error
-    return results[-1].tokens
 
 
 def _show_machine(facts: dict[str, Any]) -> str:
@@ -253,6 +218,15 @@ def _show_power(facts: dict[str, Any]) -> str:
     return f"\n{'':11}".join([*lines, *([f"not readable: {', '.join(missing)}"] if missing else [])])
 
 
+def _show_needs(facts: dict[str, Any]) -> str:
+    weights = f"weights {human_bytes(facts['file_bytes'])} in the file"
+    if "why" in facts:
+        return f"{weights}; the rest is not known: {facts['why']}"
+    kv = f"KV {human_bytes(facts['kv_context_bytes'])} for a sequence of {facts['context_length']:,} tokens in bf16"
+    states = f", states {human_bytes(facts['state_bytes'])} a sequence" if facts["state_bytes"] else ""
+    return f"{weights}, {kv} ({human_bytes(facts['kv_token_bytes'])} a token){states}"
+
+
 def _show_memory(facts: dict[str, Any]) -> str:
     if facts["model"] is None:
         return "unknown until a model is loaded"
@@ -274,6 +248,7 @@ _SHOW = {
     "precision": _show_precision,
     "store": _show_store,
     "power": _show_power,
+    "needs": _show_needs,
     "memory": _show_memory,
     "self_check": _show_check,
     "isolation": _show_check,

@@ -10,7 +10,6 @@ from the hub is filled in place, to be resumable, and marked when whole).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -26,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
-
 from shoal.errors import ModelNotFoundError, StoreError
 from shoal.models import fetch
 from shoal.models.fetch import Progress, WheelSource
 from shoal.models.files import Kind, ModelFiles, existing_path, local_files
+from shoal.names import nearest
+from shoal.processes import is_alive, this_process
 
 DEFAULT_MODEL = "smollm2-135m"
 SOURCES: Mapping[str, WheelSource] = {
@@ -45,7 +44,7 @@ SOURCES: Mapping[str, WheelSource] = {
 }
 
 _MARKER = "shoal-model.json"
-_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[\w-][\w./-]*\.gguf))?")
+_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[\w-][\w./-]*))?")
 _OTHER_HOST_STALE_S = 24 * 3600
 
 
@@ -202,8 +201,8 @@ class Store:
 
     def _not_found(self, name: str) -> ModelNotFoundError:
         known = sorted({*self._sources, *(model.name for model in self._entries())})
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        guess = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(name, known, cutoff=0.5)
+        guess = f"did you mean {near!r}? " if near is not None else ""
         return ModelNotFoundError(
             f"there is no model {name!r}",
             value=name,
@@ -285,7 +284,7 @@ class Store:
         match = _HUB_ID.fullmatch(name)
         assert match is not None  # `check_name` was passed
         directory = self._models / _slug(name)
-        kind = fetch.download_hub(match["repo"], match["file"], directory)
+        kind = fetch.download_hub(match["repo"], match["file"], directory, self._check_space)
         with _writing(directory):
             files = [p for p in directory.rglob("*") if p.is_file() and ".cache" not in p.relative_to(directory).parts]
             gguf = [p for p in files if p.suffix == ".gguf"]
@@ -296,6 +295,7 @@ class Store:
             _write_marker(directory, name, kind, sorted(names), f"pulled {time.time()}")
 
     def _check_space(self, need: int) -> None:
+        """`StoreError` unless `need` bytes more fit on the disk of the store."""
         free = shutil.disk_usage(self._models).free
         if free < need:
             raise StoreError(
@@ -326,7 +326,7 @@ def _host() -> str:
 
 def _temporary() -> str:
     """A fresh name that says whose work it is: host, process, and when that process began (ids are reused)."""
-    return f".tmp-{_host()}-{os.getpid()}-{int(psutil.Process().create_time())}-{uuid.uuid4().hex[:8]}"
+    return f".tmp-{_host()}-{this_process()}-{uuid.uuid4().hex[:8]}"
 
 
 def _is_stale(path: Path) -> bool:
@@ -337,12 +337,9 @@ def _is_stale(path: Path) -> bool:
     try:
         if parts[0] != _host():
             return time.time() - path.stat().st_mtime > _OTHER_HOST_STALE_S
-        began: float = psutil.Process(int(parts[1])).create_time()
-        return abs(began - int(parts[2])) > 2
-    except (psutil.NoSuchProcess, FileNotFoundError, OverflowError):
+    except FileNotFoundError:
         return True
-    except psutil.AccessDenied:
-        return False
+    return not is_alive(f"{parts[1]}-{parts[2]}")
 
 
 def _key(models: Path, slug: str) -> str:

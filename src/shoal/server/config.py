@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 class ServerConfig:
     """How the server treats its clients. Checked when built; raises `ConfigError`.
 
-    api_key: what clients must present as a bearer token (None: nobody has to). max_body_bytes and max_depth bound a
+    api_key: what clients must present as a bearer token (None: no key is needed). max_body_bytes and max_depth bound a
     request's JSON. body_timeout_s: how long a client may take to send it, and before that the head of the call;
     write_timeout_s: how long it may leave a piece of an answer unread before it counts as gone. keepalive_s: a comment
     goes out on a silent stream that often. request_timeout_s: deadline of requests that bring none. max_choices: most

@@ -1,4 +1,4 @@
-"""From a call of the API to requests of the engine, and their events back, whoever goes away meanwhile."""
+"""From a call of an API to requests of the engine, and back; a client that goes away ends its requests."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Call:
         self._wave: Wave = []
         self._waiter: asyncio.Future[None] | None = None
         self._cut: set[int] = set()
+        self.thinking_tokens = 0  # of what was written
         self._written = 0
         self._released = False
 
@@ -95,7 +96,7 @@ class Call:
 
     def prompt(self, index: int) -> Sequence[int]:
         """The prompt of one generation, in tokens."""
-        return self._handles[index].prepared.tokens
+        return self._handles[index].prompt_tokens
 
     def cut(self, index: int) -> None:
         """End one generation on purpose: what it has written so far is its answer."""
@@ -132,7 +133,7 @@ class Call:
         cached = sum(r.cached_tokens for r in results)
         self.record.update(
             model=self.served.name,
-            prompt_tokens=sum(len(handle.prepared.tokens) for handle in self._handles),
+            prompt_tokens=sum(len(handle.prompt_tokens) for handle in self._handles),
             generated_tokens=self._written,
             prefix_tokens=cached,
             cache_hit=cached > 0,
@@ -140,7 +141,7 @@ class Call:
         )
 
     def check_complete(self) -> None:
-        """ApiError when the client went away before the end; nobody reads it, but the log and the counters do."""
+        """ApiError when the client went away before the end: for the log and the counters, no client reads it."""
         if not self.complete:
             raise ApiError(499, "the client went away", code="client_gone")
 
@@ -155,7 +156,7 @@ class Call:
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.thinking_tokens, "audio_tokens": 0},
         }
 
 

@@ -5,7 +5,7 @@
     async with Rollout(AsyncEngine.load("smollm2-135m"), "plan.json", trace=trace) as engine:
         await graph.run(engine, question=...)       # unchanged
 
-The plan, a file or an http URL, is read again while it runs. Whoever can write it decides which models are loaded.
+The plan, a file or an http URL, is read again while it runs. Who may write it decides which models are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from shoal.agents.rollout.compare import Comparison, Judge, Tally, similarity
+from shoal.agents.rollout.compare import Judge, Tally, TrialComparison, similarity
 from shoal.agents.rollout.plan import RolloutPlan, read_plan
 from shoal.agents.run.engines import AgentEngine, LocalEngine
 from shoal.agents.trace.trace import Trace
@@ -58,7 +58,7 @@ class _Trial:
     def __init__(self, engine: OpenableEngine, plan: RolloutPlan) -> None:
         self.engine = engine
         self.settings = dict(plan.candidate)
-        self.comparison = Comparison(plan)
+        self.comparison = TrialComparison(plan)
         self.in_flight = 0
         self.quiet = asyncio.Event()
 
@@ -150,7 +150,7 @@ class Rollout:
             if trial is self._trial is not None and isinstance(error, EngineClosedError):
                 self._roll_back(f"the candidate has failed: {error}")
             raise
-        except (asyncio.CancelledError, GeneratorExit):  # whoever waited gave up: that counts once it is too late
+        except (asyncio.CancelledError, GeneratorExit):  # the caller gave up: a failure once it is too late
             if not over and request.deadline_s is not None and time.perf_counter() - began >= request.deadline_s:
                 self._count(trial, tally, False, time.perf_counter() - began)
             raise
@@ -306,7 +306,7 @@ class Rollout:
             self._retire()
             return
         if before is not None and before.settings == dict(plan.candidate):
-            before.comparison = Comparison(plan)
+            before.comparison = TrialComparison(plan)
             self._decide("share", share=plan.share, candidate=before.settings)
             return
         self._retire()
