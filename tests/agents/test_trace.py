@@ -159,6 +159,7 @@ NAMES = st.sampled_from([*FIELDS, "state", "graph", "waited_for", "at_ms", "subm
 KINDS = st.sampled_from(["graph", "node", "attempt", "decision", "other"])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(KINDS, st.dictionaries(NAMES, JSON)), max_size=4))
 @settings(max_examples=100, deadline=None)
 def test_any_record_can_be_drawn(drawn: list[tuple[str, dict[str, Any]]]) -> None:

@@ -16,7 +16,7 @@ SCOPES = ("generate", "manage", "history")
 class ServerConfig:
     """How the server treats its clients. Checked when built; raises `ConfigError`.
 
-    api_key: what clients must present as a bearer token (None: nobody has to); it may do everything. keys: further
+    api_key: what clients must present as a bearer token (None: no key is needed); it may do everything. keys: further
     keys, each with what it may do (`SCOPES`). share_prefixes: let the calls of different keys share prefixes; what
     a call found cached is then told in whole blocks, for exact counts would let one guess another's prompt token by
     token. max_body_bytes and max_depth bound a request's JSON. body_timeout_s: how long a client may take to send

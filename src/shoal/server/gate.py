@@ -1,7 +1,7 @@
 """What every call passes first: request ids, the API key, limits on the body, the log.
 
 Plain ASGI, so that a streamed answer passes through without being touched, and the disconnect of a client is seen by
-whoever awaits `receive`.
+the code that awaits `receive`.
 """
 
 from __future__ import annotations
@@ -62,17 +62,18 @@ class Gate:
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, call: _Call) -> None:
         if call.status is None:
             error.headers.setdefault("Connection", "close")  # the rest of the body was not read
-            await error.response()(scope, receive, call.send)
+            await error.response(scope)(scope, receive, call.send)
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"]
         if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FILES):
             return
         scheme, _, token = _header(scope, b"authorization").partition(b" ")
-        given = _digest(token.strip())
+        token = token.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")  # as Anthropic's SDK
+        given = _digest(token)
         # All are compared, whichever it is: the time tells nothing.
         found = [scopes for digest, scopes in self._keys if hmac.compare_digest(given, digest)]
-        if scheme.lower() != b"bearer" or not found:
+        if not token or not found:
             raise ApiError(
                 401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )

@@ -1,4 +1,4 @@
-"""From a call of the API to requests of the engine, and their events back, whoever goes away meanwhile."""
+"""From a call of an API to requests of the engine, and back; a client that goes away ends its requests."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Call:
         )
 
     def check_complete(self) -> None:
-        """ApiError when the client went away before the end; nobody reads it, but the log and the counters do."""
+        """ApiError when the client went away before the end: for the log and the counters, no client reads it."""
         if not self.complete:
             raise ApiError(499, "the client went away", code="client_gone")
 

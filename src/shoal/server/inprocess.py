@@ -5,7 +5,7 @@
         model = ChatOpenAI(**langchain_options(engine))     # LangChain, LangGraph
 
 All agents of all frameworks in the process then share one batch and one prefix tree. The clients never close the
-engine; whoever loaded it does, after them.
+engine: that is left to the code that loaded it, after they are closed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(scope: Scope, config: ServerConfig) -> None:
-    """ApiError 403 for a call that a page of another site makes in the name of whoever has it open.
+    """ApiError 403 for a call that a page of another site makes in the name of its reader.
 
     Two ways are closed. A page elsewhere that posts here brings its own `Origin`. A page whose name was made to point
     at this machine (DNS rebinding) brings that name as `Host`: without an API key, which such a page could not have,

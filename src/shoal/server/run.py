@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         """As uvicorn does, but a stop that was asked for is not a failure: the signal is not raised again."""
         before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):  # not on the main thread: somebody else stops us
+            with contextlib.suppress(ValueError):  # not on the main thread: another thread stops the server
                 before[number] = signal.signal(number, self.handle_exit)
         try:
             yield

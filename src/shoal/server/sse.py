@@ -1,4 +1,4 @@
-"""Server-sent events: an answer in pieces, comments while nothing comes, an end whoever goes away."""
+"""Server-sent events: an answer in pieces, comments while nothing comes, and an end in every case."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Trace:
     """Collects records, and writes them to a file, one JSON document a line, if it has a path. Thread-safe.
 
     Every record has a `kind`: "graph", "node" and "attempt" come from runs; others, such as "decision", from
-    whoever calls `write`. Usable with `with`, and closed by it. StoreError when the file cannot be opened; one that
+    the caller of `write`. Usable with `with`, and closed by it. StoreError when the file cannot be opened; one that
     cannot be written any more (a full disk) ends, `error` says why, and what it belongs to goes on.
     """
 

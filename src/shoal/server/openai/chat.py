@@ -152,7 +152,7 @@ def _head(call: Call, kind: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": call.served.name,
         "service_tier": "default",
-        "system_fingerprint": None,
+        "system_fingerprint": "shoal",
     }
 
 

@@ -154,7 +154,7 @@ def _head(call: Call) -> dict[str, Any]:
         "object": "text_completion",
         "created": int(time.time()),
         "model": call.served.name,
-        "system_fingerprint": None,
+        "system_fingerprint": "shoal",
     }
 
 

@@ -58,7 +58,7 @@ class Storage:
         root = next(path for path in (store.root, *store.root.parents) if path.exists())
         pulls = [asdict(pull) for pull in list(self._pulls.values())]
         for pull in pulls:
-            if not pull["finished"] and not pull["total"]:  # the hub's client tells nobody how far it is
+            if not pull["finished"] and not pull["total"]:  # the hub's client does not tell how far it is
                 pull["done"] = store.bytes_so_far(pull["name"])
         return {"models": models, "pulls": pulls, "free_bytes": shutil.disk_usage(root).free}
 
