@@ -314,3 +314,14 @@ def test_graph_lint_measures_and_ends_with_1_when_it_finds_something(
     result = shoal("graph", "lint", "g.yaml", "--json")
     assert result.exit_code == 1
     assert "a timestamp in the shared part ('12:30')" in json.loads(result.stdout)["findings"][0]
+
+
+def test_a_trace_that_cannot_be_written_any_more_ends_and_the_run_goes_on() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no device that is always full")
+    with Trace(full) as trace:
+        result = go(troubled().run(ScriptedEngine(answers()), trace=trace))
+        assert "cannot be written" in str(trace.error)
+    assert result.records
+    assert trace.records
