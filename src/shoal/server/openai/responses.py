@@ -60,6 +60,7 @@ def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> 
     arguments = body.sampling()
     schema = body.schema_of()
     held = use.held(inputs, tool_style(codec), schema, "tools.{}.parameters")
+    body.note_unchecked(use.unchecked(schema))
     tokens = prompt_tokens(inputs, Chat(body.messages(), use.shown, effort=body.effort().level))
     limit = output_limit(served, len(tokens), body.max_output_tokens)
     arguments = body.effort().sampling(codec, tokens, {**arguments, **held, "max_tokens": limit})
