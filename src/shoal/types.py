@@ -52,6 +52,25 @@ def _is_number(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """A bound on what a model thinks before it answers: `budget` tokens, then `end` is written for it.
+
+    Thinking begins with the output, or where `begin` is not empty, with that text at the output's beginning; it ends by
+    itself where the text `end` occurs.
+    """
+
+    budget: int
+    begin: str
+    end: str
+
+    def __post_init__(self) -> None:
+        _check(_is_int(self.budget) and self.budget >= 0, "thinking", self.budget, "a budget of 0 or more tokens")
+        for text in (self.begin, self.end):
+            _check(isinstance(text, str), "thinking", text, "marked by strings")
+        _check(self.end != "", "thinking", self.end, "ended by a text that is not empty")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are chosen. Checked when built; raises `InvalidRequestError`.
 
@@ -63,7 +82,8 @@ class SamplingParams:
     the engine draws one and reports it in the result. The stop token is not part of the output; a stop string is cut
     from it.
     At most one of `json_schema`, `regex` and `grammar` (Lark) constrains the output to that language; JSON comes
-    without free white space. Such an output ends when the grammar does, or short of that at a limit.
+    without free white space. Such an output ends when the grammar does, or short of that at a limit. `thinking` bounds
+    what a reasoning model thinks.
     """
 
     max_tokens: int = 256
@@ -85,8 +105,12 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.thinking, Mapping):  # as it was saved
+            object.__setattr__(self, "thinking", Thinking(**self.thinking))
+        _check(self.thinking is None or isinstance(self.thinking, Thinking), "thinking", self.thinking, "a Thinking")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
@@ -175,6 +199,7 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or bool(self.logit_bias)
             or self.min_tokens > 0
+            or self.thinking is not None
         )
 
 

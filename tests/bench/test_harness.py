@@ -14,13 +14,13 @@ from shoal.bench.ceiling import ModelFacts
 from shoal.bench.harness import Harness
 from shoal.bench.machine import Check, ThermalGate
 from shoal.bench.systems import named
-from shoal.bench.systems.base import Setup, Source
-from shoal.bench.timeline import Timeline, Trace
+from shoal.bench.systems.base import Measured, Setup
+from shoal.bench.timeline import RunTimes, TokenTimes
 from shoal.bench.workloads import Job, Workload
 from shoal.errors import BenchmarkError
 
 LEVEL = Workload("scaling", "2", 2, (8, 8), 4, 2)
-SOURCE = Source("model", Path("model.gguf"), 2, Path())
+SOURCE = Measured("model", Path("model.gguf"), 2, Path())
 
 
 class FakeWorker:
@@ -29,7 +29,7 @@ class FakeWorker:
     log: ClassVar[list[str]] = []
     alive: ClassVar[set[str]] = set()
 
-    def __init__(self, kind: str, source: Source) -> None:
+    def __init__(self, kind: str, source: Measured) -> None:
         self.kind, self.runs = kind, 0
         self.variant = ""
         self.alive.add(kind)
@@ -41,7 +41,7 @@ class FakeWorker:
         self.variant = setup.variant
         return 0.0
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         if jobs[0].max_tokens == LEVEL.output and len(jobs) == LEVEL.requests:
             self.runs += 1
             self.log.append(f"{self.kind}:{self.variant}" if self.variant else self.kind)
@@ -49,7 +49,7 @@ class FakeWorker:
                 raise BenchmarkError("genai: out of luck")
         step = {"shoal": 0.1, "llama": 0.4}.get(self.kind, 0.2)
         times = [step * (i + 1) for i in range(4)]
-        return Timeline([Trace(0.0, [1, 2, 3, 4], list(times)) for _ in jobs], times[-1])
+        return RunTimes([TokenTimes(0.0, [1, 2, 3, 4], list(times)) for _ in jobs], times[-1])
 
     def kill(self) -> None:
         self.alive.discard(self.kind)

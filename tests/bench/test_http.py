@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench.systems.base import Setup, Source
-from shoal.bench.systems.http import Server
+from shoal.bench.systems.base import Measured, Setup
+from shoal.bench.systems.http import AnyServer
 from shoal.bench.timeline import metrics
 from shoal.bench.workloads import Job
 from shoal.errors import BackendError, BenchmarkError
@@ -22,12 +22,12 @@ JOBS = [Job(tuple(range(40, 80)), 6), Job(tuple(range(90, 120)), 4, arrival_s=0.
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[AnyServer]:
     with Live(toy_engine(max_batch=4), name="toy") as live:
-        yield Server(Source("toy", Path("none"), 1, Path(), url=f"http://127.0.0.1:{live.port}/v1"))
+        yield AnyServer(Measured("toy", Path("none"), 1, Path(), url=f"http://127.0.0.1:{live.port}/v1"))
 
 
-def test_tokens_are_those_of_the_engine_and_stamped(server: Server) -> None:
+def test_tokens_are_those_of_the_engine_and_stamped(server: AnyServer) -> None:
     server.prepare(Setup(4, 64, 0, 0))
     timeline = server.run(JOBS)
     assert [len(trace.tokens) for trace in timeline.traces] == [6, 4]
@@ -41,7 +41,7 @@ def test_tokens_are_those_of_the_engine_and_stamped(server: Server) -> None:
     assert server.describe()["model"] == "toy"
 
 
-def test_a_refusal_is_an_error_with_what_the_server_said(server: Server) -> None:
+def test_a_refusal_is_an_error_with_what_the_server_said(server: AnyServer) -> None:
     server.prepare(Setup(4, 64, 0, 0))
     with pytest.raises(BenchmarkError, match="400") as caught:
         server.run([Job((10**9,), 2)])
@@ -72,12 +72,12 @@ class TextOnly(BaseHTTPRequestHandler):
 
 
 def test_a_server_that_refuses_token_ids_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Server, "_text", lambda self, job: "hello")
+    monkeypatch.setattr(AnyServer, "_text", lambda self, job: "hello")
     with ThreadingHTTPServer(("127.0.0.1", 0), TextOnly) as plain:
         thread = threading.Thread(target=plain.serve_forever)
         thread.start()
         try:
-            system = Server(Source("toy", Path("none"), 1, Path(), url=f"http://127.0.0.1:{plain.server_port}/v1"))
+            system = AnyServer(Measured("toy", Path("none"), 1, Path(), url=f"http://127.0.0.1:{plain.server_port}/v1"))
             system.prepare(Setup(1, 64, 0, 0))
             timeline = system.run([Job((1, 2), 2)])
             assert timeline.traces[0].tokens == [-1, -1]
@@ -87,6 +87,6 @@ def test_a_server_that_refuses_token_ids_gets_text(monkeypatch: pytest.MonkeyPat
             thread.join(10)
 
 
-def test_a_server_tells_no_logits(server: Server) -> None:
+def test_a_server_tells_no_logits(server: AnyServer) -> None:
     with pytest.raises(BackendError, match="logits"):
         server.logits([1])

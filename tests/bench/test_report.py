@@ -9,30 +9,30 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shoal.bench import report
+from shoal.bench import report, tables
 from shoal.bench.results import Results, figure, ratio
 from shoal.cli.main import app
 from shoal.errors import BenchmarkError
 from tests.support.bench_results import document, write
 
 ROOT = Path(__file__).parents[2]
-README = f"# x\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n"
 
 
 def test_the_page_agrees_with_the_result_it_names() -> None:
     """Fails when docs/benchmarks.md, its plots or the README's table were not made from the stored result."""
-    page = (ROOT / report.DOCS).read_text("utf-8")
+    page = (ROOT / "docs" / report.PAGE).read_text("utf-8")
     named = re.match(r"<!-- Made by `shoal bench report (\S+)` \((\w+)\)", page)
     assert named, "the page names no result"
     results = Results.read(ROOT / named[1])
     assert page == report.markdown(results, named[1])
-    readme = (ROOT / report.README).read_text("utf-8")
-    assert report.replace_part(readme, report.readme_part(results)) == readme
+    assert f"<!-- bench:begin -->\n{tables.readme(results)}\n<!-- bench:end -->" in (ROOT / "README.md").read_text(
+        "utf-8"
+    )
     images = re.findall(r"!\[\w+\]\((img/bench-\w+\.svg)\)", page)
     assert images
     for image in images:
         assert results.digest in (ROOT / "docs" / image).read_text("utf-8"), f"{image} was drawn from another result"
-    drawn = {f"img/{path.name}" for path in (ROOT / report.IMAGES).glob("bench-*.svg")}
+    drawn = {f"img/{path.name}" for path in (ROOT / "docs" / "img").glob("bench-*.svg")}
     assert drawn == set(images)
 
 
@@ -50,9 +50,7 @@ def test_the_documentation_names_every_key_and_metric() -> None:
 def test_a_report_says_what_the_result_says(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = write(tmp_path / "benchmarks" / "results" / "a.json", document())
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(README, "utf-8")
-    made = CliRunner().invoke(app, ["bench", "report", str(path), "--root", str(tmp_path)])
+    made = CliRunner().invoke(app, ["bench", "report", str(path), "--out", str(tmp_path / "docs")])
     assert made.exit_code == 0, made.output
     page = (tmp_path / "docs" / "benchmarks.md").read_text("utf-8")
     assert "| shoal | 1,000 (990 to 1,010) |" in page
@@ -62,17 +60,15 @@ def test_a_report_says_what_the_result_says(tmp_path: Path) -> None:
     assert "A step of the engine takes 0.500 times one of the static batch." in page
     assert "HTTP adds 25.0 ms to the time to first token." in page
     assert "Without `genai`: openvino-genai is not installed." in page
-    readme = (tmp_path / "README.md").read_text("utf-8")
-    assert "| llama.cpp, same file | 250 | 250 | 250 | 4.00 | 4.00 | 0.0027 |" in readme
-    assert readme.startswith("# x\n")
-    assert readme.endswith("\nrest\n")
+    table = tables.readme(Results.read(path))
+    assert "| llama.cpp, same file | 250 | 250 | 250 | 4.00 | 4.00 | 0.0027 |" in table
     images = sorted(path.name for path in (tmp_path / "docs" / "img").iterdir())
     assert images == ["bench-burst.svg", "bench-fanout.svg", "bench-scaling.svg", "bench-scoreboard.svg"]
     first = [(tmp_path / "docs" / "img" / name).read_bytes() for name in images]
-    report.write(path, tmp_path)
+    report.write(path, tmp_path / "docs")
     assert [(tmp_path / "docs" / "img" / name).read_bytes() for name in images] == first
     path.write_text(json.dumps(document(2.0)), "utf-8")
-    assert report.markdown(Results.read(path), "benchmarks/results/a.json") != page
+    assert report.markdown(Results.read(path), str(path)) != page
 
 
 def test_a_result_without_figures_is_still_a_page() -> None:
@@ -119,9 +115,3 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
         path.write_text(text, "utf-8")
         with pytest.raises(BenchmarkError, match=r"result|read"):
             Results.read(path)
-    with pytest.raises(BenchmarkError, match="README"):
-        report.replace_part("# no markers", "x")
-    outside = write(tmp_path / "a.json", document())
-    (tmp_path / "root").mkdir()
-    with pytest.raises(BenchmarkError, match="not under"):
-        report.write(outside, tmp_path / "root")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shoal.bench import report
+from shoal.bench import report, tables
 from shoal.bench.results import Results, figure
-from shoal.bench.systems.base import Source
+from shoal.bench.systems.base import Measured
 from shoal.bench.worker import Worker
 from shoal.cli.main import app
 from shoal.errors import BenchmarkError, ModelNotFoundError
@@ -62,11 +62,11 @@ def test_the_document_holds_machine_model_and_fidelity(document: dict[str, Any])
 def test_a_report_of_it_says_that_it_was_quick(document: dict[str, Any]) -> None:
     results = Results(document)
     assert "This is a quick run" in report.markdown(results, "x.json")
-    assert "A quick run" in report.readme_part(results)
+    assert "A quick run" in tables.readme(results)
 
 
 def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
-    worker = Worker("shoal", Source("no-such-model", tmp_path / "none.gguf", 1, tmp_path))
+    worker = Worker("shoal", Measured("no-such-model", tmp_path / "none.gguf", 1, tmp_path))
     try:
         with pytest.raises(BenchmarkError, match="no-such-model"):
             worker.ask("fidelity", exact="none", tokens=[1])

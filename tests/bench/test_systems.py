@@ -13,7 +13,7 @@ import pytest
 
 from shoal.bench.systems import agents, ours
 from shoal.bench.systems.agents import Agents
-from shoal.bench.systems.base import Setup, Source
+from shoal.bench.systems.base import Measured, Setup
 from shoal.bench.systems.http import LlamaServer
 from shoal.bench.systems.ours import Shoal
 from shoal.bench.timeline import metrics
@@ -22,7 +22,7 @@ from shoal.engine.loading import OpenedModel
 from shoal.errors import BenchmarkError
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 
-SOURCE = Source("toy", Path("none"), 1, Path())
+SOURCE = Measured("toy", Path("none"), 1, Path())
 TOKENS = ByteTokenizer().encode(TEXT.read_text("utf-8"), add_special=False)
 
 

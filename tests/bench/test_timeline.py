@@ -7,17 +7,17 @@ import json
 import pytest
 
 from shoal.bench.systems.base import drive
-from shoal.bench.timeline import Timeline, Trace, agreement, metrics, summary
+from shoal.bench.timeline import RunTimes, TokenTimes, agreement, metrics, summary
 from shoal.bench.workloads import Job
 
 
-def trace(times: list[float], arrival: float = 0.0) -> Trace:
-    return Trace(arrival, list(range(len(times))), times)
+def trace(times: list[float], arrival: float = 0.0) -> TokenTimes:
+    return TokenTimes(arrival, list(range(len(times))), times)
 
 
 def test_metrics_of_two_streams() -> None:
     jobs = [Job((1,) * 30, 4), Job((1,) * 10, 3)]
-    timeline = Timeline([trace([1.0, 1.5, 2.0, 4.0]), trace([2.0, 2.5, 3.0])], 4.0, {"cached_tokens": 10}, 77, 5.0)
+    timeline = RunTimes([trace([1.0, 1.5, 2.0, 4.0]), trace([2.0, 2.5, 3.0])], 4.0, {"cached_tokens": 10}, 77, 5.0)
     found = metrics(jobs, timeline)
     assert found["tokens_per_s"] == pytest.approx(7 / 4)
     assert found["ttft_p50_s"] == 2.0  # of two values the upper one
@@ -32,7 +32,7 @@ def test_metrics_of_two_streams() -> None:
 
 def test_a_prompt_that_only_joins_does_not_count_as_a_stream() -> None:
     jobs = [Job((1,), 3), Job((1,) * 9, 1, 0.3, counted=False)]
-    found = metrics(jobs, Timeline([trace([0.1, 0.2, 0.6]), trace([5.0], 0.3)], 5.0))
+    found = metrics(jobs, RunTimes([trace([0.1, 0.2, 0.6]), trace([5.0], 0.3)], 5.0))
     assert found["ttft_p95_s"] == pytest.approx(0.1)
     assert found["worst_gap_s"] == pytest.approx(0.4)
     assert "prefill_tokens_per_s" not in found
@@ -45,14 +45,14 @@ def test_the_extremes_are_left_out_of_five_runs_and_not_of_four() -> None:
 
 
 def test_agreement_is_counted_from_the_beginning() -> None:
-    ours = [Trace(0.0, [1, 2, 3]), Trace(0.0, [1, 2, 3])]
-    theirs = [Trace(0.0, [1, 2, 3]), Trace(0.0, [1, 9, 3])]
+    ours = [TokenTimes(0.0, [1, 2, 3]), TokenTimes(0.0, [1, 2, 3])]
+    theirs = [TokenTimes(0.0, [1, 2, 3]), TokenTimes(0.0, [1, 9, 3])]
     assert agreement(ours, theirs) == {"equal": 1, "of": 2, "common_tokens": 2.0}
 
 
 def test_a_timeline_survives_the_pipe() -> None:
-    timeline = Timeline([trace([0.5, 0.25])], 1.0, {"steps": 3}, None, 2.0)
-    assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
+    timeline = RunTimes([trace([0.5, 0.25])], 1.0, {"steps": 3}, None, 2.0)
+    assert RunTimes.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
 
 
 class Countdown:

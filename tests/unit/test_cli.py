@@ -19,7 +19,7 @@ from shoal.agents.swarm import SPECIALISTS, Swarm
 from shoal.cli import options
 from shoal.cli.console import describe, human_bytes, printable
 from shoal.cli.main import app
-from shoal.cli.screen import Grid, tail
+from shoal.cli.screen import CardGrid, tail
 from shoal.errors import ConfigError, KVBudgetError
 from shoal.models import DEFAULT_MODEL
 from shoal.types import SamplingParams
@@ -216,7 +216,7 @@ def test_the_grid_fits_the_screen_and_ends_in_full() -> None:
     console = Console(file=out, force_terminal=True, width=100, height=30, color_system=None)
     work = Swarm("Why?", SPECIALISTS, SamplingParams(max_tokens=4))
     words = " ".join(f"word{n}" for n in range(80))
-    with Grid(console, "Why?", "toy", work) as grid:
+    with CardGrid(console, "Why?", "toy", work) as grid:
         for card in work.cards:
             card.text, card.tokens, card.state = words, 160, CardState.DECODING
         grid.show([])

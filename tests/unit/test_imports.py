@@ -13,10 +13,12 @@ import pytest
 import shoal
 
 ROOT = Path(shoal.__file__).parent
-BASE = {"types", "errors", "config", "names"}
+BASE = {"types", "errors", "config", "names", "processes", "splitmix"}
 MAY_SEE = {
     "errors": set(),
     "names": set(),
+    "processes": set(),
+    "splitmix": set(),
     "types": {"errors", "names"},
     "config": {"errors", "names", "types"},
     "core": BASE | {"runners.plan"},

@@ -11,8 +11,8 @@ from typing import Any
 from shoal.bench.ceiling import ModelFacts, ceiling
 from shoal.bench.machine import Check, ThermalGate
 from shoal.bench.systems import KINDS, Named, system_class
-from shoal.bench.systems.base import Setup, Source
-from shoal.bench.timeline import Timeline, agreement, metrics, summary
+from shoal.bench.systems.base import Measured, Setup
+from shoal.bench.timeline import RunTimes, agreement, metrics, summary
 from shoal.bench.worker import Worker
 from shoal.bench.workloads import Job, Workload, make_jobs
 from shoal.errors import BenchmarkError
@@ -31,11 +31,11 @@ class Contender:
 
     system: Named
     variant: str
-    source: Source
+    source: Measured
     runs: list[dict[str, Any]] = field(default_factory=list)
     spent_s: float = 0.0
     error: str | None = None
-    last: Timeline | None = None
+    last: RunTimes | None = None
 
     @property
     def key(self) -> str:
@@ -69,7 +69,7 @@ class Harness:
 
     def __init__(
         self,
-        sources: Mapping[Named, Source],
+        sources: Mapping[Named, Measured],
         gate: ThermalGate,
         *,
         text: Sequence[int],

@@ -1,4 +1,4 @@
-"""From a result to `docs/benchmarks.md`, its plots and the README's table. The same result gives the same text."""
+"""From a result to a page with its plots. The same result gives the same text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from typing import Any
 from shoal.bench import tables
 from shoal.bench.plots import PLOTS
 from shoal.bench.results import Results
-from shoal.errors import BenchmarkError
 
-DOCS = Path("docs/benchmarks.md")
-IMAGES = Path("docs/img")
-README = Path("README.md")
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+PAGE = "benchmarks.md"
 _SOURCE = "<!-- Made by `shoal bench report {path}` ({digest}). Do not edit. -->"
 
 
 def markdown(results: Results, path: str) -> str:
-    """The whole of `docs/benchmarks.md`; `path` is the result's, from the root of the repository."""
+    """The whole page; `path` is how it names the result."""
     parts = [
         _SOURCE.format(path=path, digest=results.digest),
         "# Benchmarks",
@@ -45,43 +41,23 @@ def markdown(results: Results, path: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def readme_part(results: Results) -> str:
-    """What stands between the markers of the README."""
-    return "\n".join([BEGIN, tables.readme(results), END])
+def write(path: Path, out: Path, name: str | None = None) -> list[Path]:
+    """Write the page and its plots into the folder `out`, from the result at `path`, which the page calls `name`.
 
-
-def replace_part(readme: str, part: str) -> str:
-    """The README with its part replaced. BenchmarkError when the markers are not there, once each and in order."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in after:
-        raise BenchmarkError(
-            "the README has no place for the table", limit=f"{BEGIN} ... {END}", hint="add both markers"
-        )
-    return before + part + after
-
-
-def write(path: Path, root: Path) -> list[Path]:
-    """Write page, plots and README table from the result at `path`; the files written. Raises `BenchmarkError`."""
+    Gives the files written. Raises `BenchmarkError` for a file that is no result.
+    """
     results = Results.read(path)
-    try:
-        name = path.resolve().relative_to(root.resolve()).as_posix()
-    except ValueError as error:
-        hint = "put the result into benchmarks/results/, so that the page can name it"
-        raise BenchmarkError(f"{path} is not under {root}", value=str(path), hint=hint) from error
-    readme = root / README
-    part = replace_part(readme.read_text("utf-8"), readme_part(results))
-    (root / IMAGES).mkdir(parents=True, exist_ok=True)
+    images = out / "img"
+    images.mkdir(parents=True, exist_ok=True)
     written = []
     for plot, draw in PLOTS.items():
-        target = root / IMAGES / f"bench-{plot}.svg"
+        target = images / f"bench-{plot}.svg"
         if draw(results, target):
             written.append(target)
         else:
             target.unlink(missing_ok=True)
-    (root / DOCS).write_text(markdown(results, name), "utf-8")
-    readme.write_text(part, "utf-8")
-    return [*written, root / DOCS, readme]
+    (out / PAGE).write_text(markdown(results, name or str(path)), "utf-8")
+    return [*written, out / PAGE]
 
 
 def _section(results: Results, scenario: str, title: str, body: str, plots: Sequence[str] = ()) -> list[str]:

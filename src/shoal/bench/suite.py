@@ -20,7 +20,7 @@ from shoal.bench.harness import Harness, Tell, why_missing
 from shoal.bench.machine import ThermalGate, measured
 from shoal.bench.results import SCHEMA
 from shoal.bench.systems import DEFAULT_PEERS, Named, named
-from shoal.bench.systems.base import Source
+from shoal.bench.systems.base import Measured
 from shoal.bench.workloads import TEXT, select
 from shoal.errors import BenchmarkError, RunnerError
 from shoal.models import ModelFiles, Store, load_tokenizer
@@ -100,9 +100,9 @@ def run_suite(
 
 def _sources(
     options: Options, files: ModelFiles, store: Store, threads: int
-) -> tuple[dict[Named, Source], dict[str, str]]:
+) -> tuple[dict[Named, Measured], dict[str, str]]:
     """Every system that takes part with its model, and why the others do not. BenchmarkError for an unknown name."""
-    ours = Source(options.model, files.path, threads, store.cache_dir(files.key), options={"runner": options.runner})
+    ours = Measured(options.model, files.path, threads, store.cache_dir(files.key), options={"runner": options.runner})
     sources = {named("shoal"): ours, named("shoal-http"): ours, named("shoal-agents"): ours}
     missing: dict[str, str] = {}
     for text in options.peers if options.peers is not None else DEFAULT_PEERS:
@@ -154,6 +154,8 @@ def _describe_file(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
 
 
-def _system(system: Named, source: Source, harness: Harness, fidelity: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _system(
+    system: Named, source: Measured, harness: Harness, fidelity: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
     loaded = harness.loaded.get(system.key, {})
     return {"label": system.label, "file": source.path.name, "fidelity": fidelity.get(system.key, {}), **loaded}

@@ -11,7 +11,7 @@ from shoal.bench.workloads import Job
 
 
 @dataclass(slots=True)
-class Trace:
+class TokenTimes:
     """One request: its output and when each token of it was there, in seconds since the run began."""
 
     arrival_s: float
@@ -25,7 +25,7 @@ class Trace:
 
 
 @dataclass(slots=True)
-class Timeline:
+class RunTimes:
     """One run: a trace per request in the order of the jobs, wall time, and what else the system tells.
 
     `facts` may hold `computed_tokens`, `cached_tokens`, `steps`, `outside_ms` (time of a decode step outside the
@@ -33,7 +33,7 @@ class Timeline:
     the energy of the machine where it can be read.
     """
 
-    traces: list[Trace]
+    traces: list[TokenTimes]
     wall_s: float
     facts: dict[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
@@ -51,14 +51,14 @@ class Timeline:
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Timeline:
+    def from_json(cls, document: Mapping[str, Any]) -> RunTimes:
         """The other end of the pipe."""
-        traces = [Trace(*trace) for trace in document["traces"]]
+        traces = [TokenTimes(*trace) for trace in document["traces"]]
         facts, peak, joules = document["facts"], document["peak_bytes"], document["joules"]
         return cls(traces, document["wall_s"], dict(facts), peak, joules)
 
 
-def metrics(jobs: Sequence[Job], timeline: Timeline) -> dict[str, float]:
+def metrics(jobs: Sequence[Job], timeline: RunTimes) -> dict[str, float]:
     """Figures of one run, by name; what cannot be said is left out.
 
     `wall_s`; `tokens_per_s` (all output over wall time); `ttft_p50_s`, `ttft_p95_s`; `itl_p50_s`, `itl_p95_s` and
@@ -88,7 +88,7 @@ def metrics(jobs: Sequence[Job], timeline: Timeline) -> dict[str, float]:
     return found
 
 
-def _rates(jobs: Sequence[Job], counted: list[Trace]) -> dict[str, float]:
+def _rates(jobs: Sequence[Job], counted: list[TokenTimes]) -> dict[str, float]:
     """Decode and prefill rates, where the run has a phase of each."""
     found = {}
     all_began = max(trace.times[0] for trace in counted)
@@ -115,7 +115,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(kept), "low": kept[0], "high": kept[-1], "n": len(values)}
 
 
-def agreement(ours: Sequence[Trace], theirs: Sequence[Trace]) -> dict[str, float]:
+def agreement(ours: Sequence[TokenTimes], theirs: Sequence[TokenTimes]) -> dict[str, float]:
     """How far outputs of two runs of the same jobs agree: equal ones, of how many, mean tokens until they part."""
     common = []
     for a, b in zip(ours, theirs, strict=True):

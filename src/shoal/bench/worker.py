@@ -25,8 +25,8 @@ import numpy as np
 from shoal.bench.machine import Memory, energy_joules
 from shoal.bench.reference import mean_kl
 from shoal.bench.systems import system_class
-from shoal.bench.systems.base import Setup, Source, System
-from shoal.bench.timeline import Timeline
+from shoal.bench.systems.base import Measured, Setup, System
+from shoal.bench.timeline import RunTimes
 from shoal.bench.workloads import Job
 from shoal.errors import BenchmarkError, ShoalError
 
@@ -34,7 +34,7 @@ from shoal.errors import BenchmarkError, ShoalError
 class Worker:
     """The harness's end: one process with one system in it. Killed when it does not answer in time."""
 
-    def __init__(self, kind: str, source: Source) -> None:
+    def __init__(self, kind: str, source: Measured) -> None:
         self.kind = kind
         command = [sys.executable, "-m", "shoal.bench.worker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -72,9 +72,9 @@ class Worker:
         """Make ready; the seconds that took."""
         return float(self.ask("prepare", setup=asdict(setup))["seconds"])
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         """One run."""
-        return Timeline.from_json(self.ask("run", jobs=[asdict(job) for job in jobs]))
+        return RunTimes.from_json(self.ask("run", jobs=[asdict(job) for job in jobs]))
 
     def kill(self) -> None:
         """End the process now."""
@@ -122,7 +122,7 @@ class Inside:
 
     def open(self, kind: str, source: Mapping[str, Any]) -> dict[str, Any]:
         """Make the system."""
-        made = Source(**{**source, "path": Path(source["path"]), "cache_dir": Path(source["cache_dir"])})
+        made = Measured(**{**source, "path": Path(source["path"]), "cache_dir": Path(source["cache_dir"])})
         self._system = system_class(kind)(made)
         return {}
 

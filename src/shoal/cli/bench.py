@@ -60,13 +60,13 @@ def _tell(line: str) -> None:
 
 @app.command()
 def report(
-    file: Annotated[Path, typer.Argument(metavar="RESULT", help="What --out wrote, under the repository's root.")],
-    root: Annotated[Path, typer.Option(help="Root of the repository.")] = Path(),
+    file: Annotated[Path, typer.Argument(metavar="RESULT", help="What --out wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder for the page and its plots.")] = Path(),
 ) -> None:
-    """Write docs/benchmarks.md, its plots and the README's table from a result."""
+    """Write a page, benchmarks.md, with plots in img/, from a result."""
     from shoal.bench.report import write
 
-    for path in write(file, root):
+    for path in write(file, out):
         print(path)
 
 
@@ -93,6 +93,22 @@ def compare(
     print(f"{len(found)} figures moved, {sum(move.better is False for move in found)} for the worse")
     if any(move.better is False for move in found):
         raise typer.Exit(1)
+
+
+@app.command()
+def part(
+    names: Annotated[list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph.")],
+    runs: Annotated[int, typer.Option(help="Rounds of each.", min=1)] = 5,
+    model: options.Model = options.DEFAULT_MODEL,
+    runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",
+) -> None:
+    """Measure single parts of the engine; one JSON line for each."""
+    from shoal.bench.parts import Bench, measure
+    from shoal.cli.console import ensure_model
+
+    ensure_model(model)
+    for name in names:
+        print(json.dumps(measure(name, Bench(model, runner, runs))), flush=True)
 
 
 @app.command()

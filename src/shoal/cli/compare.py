@@ -13,7 +13,7 @@ from shoal.cli.console import human_bytes, load_engine, note, print_json
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.diagnostics.compare import Answers, Comparison
+    from shoal.diagnostics.compare import Agreement, Answers
     from shoal.engine.engine import Engine
 
 
@@ -62,7 +62,7 @@ def _row(told: Answers) -> dict[str, str]:
     }
 
 
-def document(first: str, second: str, told: Comparison) -> dict[str, Any]:
+def document(first: str, second: str, told: Agreement) -> dict[str, Any]:
     """What `--json` prints."""
     numbers = {name: value for name, value in asdict(told).items() if isinstance(value, int | float)}
     return {**numbers, "models": [_side(first, told.first), _side(second, told.second)]}

@@ -53,7 +53,7 @@ def make_screen(question: str, model: str, work: Swarm, *, quiet: bool) -> Scree
 
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_dumb_terminal:
-            return Grid(console, question, model, work)
+            return CardGrid(console, question, model, work)
     return Silent(model) if quiet else Plain(model, work)
 
 
@@ -98,7 +98,7 @@ class Plain(Silent):
         print(summary_line(self._work), flush=True)
 
 
-class Grid:
+class CardGrid:
     """A grid of cards, each with the end of its text while it streams and with all of it at the end."""
 
     def __init__(self, console: Console, question: str, model: str, work: Swarm) -> None:

@@ -40,7 +40,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Agreement:
     """The second model against the first.
 
     agreement: share of positions where its most likely token is the one the first chose. divergence: mean
@@ -59,7 +59,7 @@ class Comparison:
 
 def compare(
     load: Callable[[str], Engine], first: str, second: str, prompts: Sequence[str], max_tokens: int = 48
-) -> Comparison:
+) -> Agreement:
     """Compare two models, one loaded at a time. Raises what loading does, and `InvalidRequestError` for models whose
     tokens are not the same, or without prompts."""
     if not prompts:
@@ -80,7 +80,7 @@ def compare(
         pair for output, seen in zip(theirs.outputs, forced, strict=True) for pair in zip(output, seen, strict=True)
     ]
     count = max(len(pairs), 1)
-    return Comparison(
+    return Agreement(
         theirs,
         own,
         len(pairs),

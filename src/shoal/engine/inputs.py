@@ -12,6 +12,7 @@ from shoal.errors import InvalidRequestError, KVBudgetError, PromptTooLongError
 from shoal.runners.plan import ModelSpec
 from shoal.sampling.grammar import Grammar, GrammarCompiler
 from shoal.sampling.sampler import SamplerState
+from shoal.sampling.thinking import ThinkingLimit
 from shoal.types import Message, Request, SamplingParams
 
 _SLICE = 64 * 1024  # characters tokenised in one go, to find out whether a text is too long
@@ -48,11 +49,16 @@ class PreparedRequest:
     sampling: SamplingParams
     seed: int
     grammar: Grammar | None = None
+    codec: Codec | None = None
 
     def sampler(self, spec: ModelSpec, eos_ids: Collection[int]) -> SamplerState:
         """A fresh sampling state for this request."""
         constraint = self.grammar.start() if self.grammar is not None else None
-        return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint)
+        limit, bound = None, self.sampling.thinking
+        if bound is not None and self.codec is not None:
+            end_ids = tuple(self.codec.encode(bound.end, add_special=False))
+            limit = ThinkingLimit(bound, end_ids, self.codec.token_bytes)
+        return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint, limit)
 
 
 def refuse_arrival(request: Request) -> None:
@@ -147,7 +153,7 @@ class InputProcessor:
             self._check_token(token, "stop_token_ids")
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(62)
         grammar = self._compile(sampling) if sampling.structured else None
-        prepared = PreparedRequest(request, tuple(tokens), sampling, seed, grammar)
+        prepared = PreparedRequest(request, tuple(tokens), sampling, seed, grammar, self.codec)
         prepared.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
         return prepared
 

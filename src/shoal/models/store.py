@@ -10,7 +10,6 @@ from the hub is filled in place, to be resumable, and marked when whole).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -26,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
-
 from shoal.errors import ModelNotFoundError, StoreError
 from shoal.models import fetch
 from shoal.models.fetch import Progress, WheelSource
 from shoal.models.files import Kind, ModelFiles, existing_path, local_files
+from shoal.names import nearest
+from shoal.processes import is_alive, this_process
 
 DEFAULT_MODEL = "smollm2-135m"
 SOURCES: Mapping[str, WheelSource] = {
@@ -202,8 +201,8 @@ class Store:
 
     def _not_found(self, name: str) -> ModelNotFoundError:
         known = sorted({*self._sources, *(model.name for model in self._entries())})
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        guess = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(name, known, cutoff=0.5)
+        guess = f"did you mean {near!r}? " if near is not None else ""
         return ModelNotFoundError(
             f"there is no model {name!r}",
             value=name,
@@ -326,7 +325,7 @@ def _host() -> str:
 
 def _temporary() -> str:
     """A fresh name that says whose work it is: host, process, and when that process began (ids are reused)."""
-    return f".tmp-{_host()}-{os.getpid()}-{int(psutil.Process().create_time())}-{uuid.uuid4().hex[:8]}"
+    return f".tmp-{_host()}-{this_process()}-{uuid.uuid4().hex[:8]}"
 
 
 def _is_stale(path: Path) -> bool:
@@ -337,12 +336,9 @@ def _is_stale(path: Path) -> bool:
     try:
         if parts[0] != _host():
             return time.time() - path.stat().st_mtime > _OTHER_HOST_STALE_S
-        began: float = psutil.Process(int(parts[1])).create_time()
-        return abs(began - int(parts[2])) > 2
-    except (psutil.NoSuchProcess, FileNotFoundError, OverflowError):
+    except FileNotFoundError:
         return True
-    except psutil.AccessDenied:
-        return False
+    return not is_alive(f"{parts[1]}-{parts[2]}")
 
 
 def _key(models: Path, slug: str) -> str:

@@ -14,17 +14,13 @@ from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
 from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.splitmix import GOLDEN, MASK, mix
 
-_MASK = (1 << 64) - 1
 Fault = Callable[[StepPlan], None]
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele et al., 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    return mix((value + GOLDEN) & MASK)
 
 
 class FakeRunner:
@@ -82,7 +78,7 @@ class FakeRunner:
         self._kv = [[0] * block_size for _ in range(num_blocks)]
         self._state: dict[SeqId, tuple[int, int]] = {}  # tokens seen, and the recurrent state after them
         self._checkpoints: dict[int, tuple[int, int]] = {}
-        self._salt = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        self._salt = np.arange(vocab_size, dtype=np.uint64) * np.uint64(GOLDEN)
 
     @property
     def peak_bytes(self) -> int | None:

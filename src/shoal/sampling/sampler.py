@@ -26,10 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import InvalidRequestError
+from shoal.splitmix import GOLDEN, MASK, mix
 from shoal.types import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from shoal.sampling.grammar import Constraint
+    from shoal.sampling.thinking import ThinkingLimit
 
 Floats: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
@@ -40,14 +42,6 @@ INVALID_TOKEN = -1
 _BLOCK = 256  # entries summed at once in the walk over a whole row
 _BUCKETS_FROM = 4096  # entries from which on grouping them by size is quicker than sorting them
 _LOWEST = np.finfo(np.float32).min
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -57,13 +51,13 @@ def uniform(seed: int, position: int) -> float:
     finaliser is applied to the seed first, so that the sequences of two seeds do not overlap when the seeds are near.
     The 53 high bits give the number.
     """
-    key = _mix((seed + _GOLDEN) & _MASK64)
-    return float(_mix((key + (position + 1) * _GOLDEN) & _MASK64) >> 11) * 2.0**-53
+    key = mix((seed + GOLDEN) & MASK)
+    return float(mix((key + (position + 1) * GOLDEN) & MASK) >> 11) * 2.0**-53
 
 
 def derive_seed(seed: int, number: int) -> int:
     """A seed for branch `number` of a request with `seed`: 62 bits, far from the seeds of its siblings."""
-    return _mix((_mix(seed & _MASK64) + number * _GOLDEN) & _MASK64) >> 2
+    return mix((mix(seed & MASK) + number * GOLDEN) & MASK) >> 2
 
 
 class SamplerState:
@@ -82,10 +76,12 @@ class SamplerState:
         prompt_tokens: Sequence[int] = (),
         eos_ids: Collection[int] = (),
         constraint: Constraint | None = None,
+        limit: ThinkingLimit | None = None,
     ) -> None:
         """`eos_ids` are the model's end tokens; with the stop ids they are banned until `min_tokens` are output.
 
-        `constraint` is where the output stands in its grammar, not shared with another state.
+        `constraint` is where the output stands in its grammar, `limit` in its thinking; neither is shared with another
+        state.
         Raises `InvalidRequestError` when `logit_bias` names a token that the vocabulary lacks.
         """
         for token in params.logit_bias:
@@ -100,6 +96,7 @@ class SamplerState:
         self.params = params
         self.seed = seed
         self.constraint = constraint
+        self.limit = limit
         self.num_output = 0
         self._bias_ids = np.array(list(params.logit_bias.keys()), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
@@ -117,6 +114,8 @@ class SamplerState:
         self.num_output += 1
         if self.constraint is not None:
             self.constraint.accept(token)
+        if self.limit is not None:
+            self.limit.accept(token)
         self._count(token)
 
     def take_forced(self) -> tuple[int, ...]:
@@ -129,6 +128,8 @@ class SamplerState:
         forced = self.constraint.take_forced()
         for token in forced:
             self.num_output += 1
+            if self.limit is not None:
+                self.limit.accept(token)
             self._count(token)
         return forced
 
@@ -152,7 +153,8 @@ class SamplerState:
         """True when the next token's logits are changed before the choice."""
         occurred = self._penalises and len(self._slots) > 0
         biased = len(self._bias_ids) > 0 or self.constraint is not None
-        return occurred or biased or self.num_output < self.params.min_tokens
+        forced = self.limit is not None and self.limit.forced is not None
+        return occurred or biased or forced or self.num_output < self.params.min_tokens
 
     def shape(self, z: Floats) -> None:
         """Apply penalties, bias and bans to `z`, float32 [V], in place, and last the mask of the grammar."""
@@ -173,6 +175,9 @@ class SamplerState:
             z[self._end_ids] = -np.inf
         if self.constraint is not None:
             self.constraint.mask(z)
+        if self.limit is not None and (token := self.limit.forced) is not None:
+            z[:] = -np.inf
+            z[token] = 0.0
 
 
 def sample(logits: Floats, states: Sequence[SamplerState]) -> tuple[Ids, list[TokenLogprob | None]]:

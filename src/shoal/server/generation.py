@@ -43,6 +43,7 @@ class Call:
         self._wave: Wave = []
         self._waiter: asyncio.Future[None] | None = None
         self._cut: set[int] = set()
+        self.thinking_tokens = 0  # of what was written
         self._written = 0
         self._released = False
 
@@ -155,7 +156,7 @@ class Call:
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.thinking_tokens, "audio_tokens": 0},
         }
 
 

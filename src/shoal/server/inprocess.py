@@ -70,9 +70,9 @@ class EngineTransport:
         stream = _async_stream(library)(call)
         return library.Response(call.status, headers=call.headers, stream=stream, request=request)
 
-    async def begin(self, request: Any, body: bytes) -> Call:
+    async def begin(self, request: Any, body: bytes) -> InProcessCall:
         """A call whose status and headers are known."""
-        call = Call(self._app(), request, body)
+        call = InProcessCall(self._app(), request, body)
         try:
             await call.start()
         except BaseException:
@@ -132,7 +132,7 @@ class SyncEngineTransport:
             self._loop.close()
 
 
-class Call:
+class InProcessCall:
     """One call of the application, on the event loop it was made on. `status` and `headers` are known after `start`."""
 
     def __init__(self, app: FastAPI, request: Any, body: bytes) -> None:
@@ -218,7 +218,7 @@ def _library(request: Any) -> ModuleType:
 @cache
 def _async_stream(library: Any) -> Any:
     class Pieces(library.AsyncByteStream):  # type: ignore[misc]
-        def __init__(self, call: Call) -> None:
+        def __init__(self, call: InProcessCall) -> None:
             self._call = call
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -234,7 +234,7 @@ def _async_stream(library: Any) -> Any:
 @cache
 def _sync_stream(library: Any) -> Any:
     class Pieces(library.SyncByteStream):  # type: ignore[misc]
-        def __init__(self, call: Call, transport: SyncEngineTransport) -> None:
+        def __init__(self, call: InProcessCall, transport: SyncEngineTransport) -> None:
             self._call = call
             self._transport = transport
 

@@ -12,7 +12,6 @@ nodes:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from shoal.agents.build.node import Input, Node, Ref, Source
 from shoal.agents.build.policy import Last, Policy, Retry, default, fail, fallback, retry, skip
 from shoal.agents.build.schema import pick
 from shoal.errors import CycleError, GraphError, GraphFileError, InvalidRequestError
+from shoal.names import did_you_mean
 from shoal.types import Namespace, SamplingParams
 
 _GRAPH = ("name", "shared", "deadline_s", "reserve_s", "namespace", "nodes")
@@ -71,9 +71,7 @@ class _File:
             if key in found:
                 raise self.wrong(f"{what} has {key!r} twice, also in line {found[key].line}", line, key)
             if known is not None and key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-                raise self.wrong(f"unknown key {key!r} in {what}", line, key, hint)
+                raise self.wrong(f"unknown key {key!r} in {what}", line, key, did_you_mean(key, known))
             found[key] = _Entry(key, line, value)
         return list(found.values())
 
@@ -181,9 +179,8 @@ class _Reader:
                 value = self._file.plain(part.value)
                 for name in value if isinstance(value, list) else [value]:
                     if name not in waiting:
-                        near = difflib.get_close_matches(str(name), waiting, 1)
-                        hint = f"did you mean {near[0]}?" if near else f"nodes are {', '.join(waiting)}"
-                        raise self._file.wrong(f"{part.key} names {name!r}, which is no node", part.line, name, hint)
+                        message = f"{part.key} names {name!r}, which is no node"
+                        raise self._file.wrong(message, part.line, name, did_you_mean(str(name), waiting))
 
     # -- nodes --------------------------------------------------------------------------------------------------
 

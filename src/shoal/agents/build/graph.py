@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.agents.build.agent import Agent, check_seconds, placeholders
 from shoal.agents.build.node import Input, Node, NodeLike, Ref, Rule, Source, nodes_of
-from shoal.agents.build.rules import Branch, Call, Loop, Map, Reduce
+from shoal.agents.build.rules import Branch, FunctionCall, Loop, Map, Reduce
 from shoal.errors import CycleError, GraphError
 from shoal.types import Namespace
 
@@ -91,7 +91,9 @@ class Builder:
         skipped output is None. What it raises ends the run, unless it is a `ShoalError`: then its node fails.
         """
         sources = tuple(nodes_of(after))
-        return self._rule(name or str(getattr(function, "__name__", "call")), Call(function, sources), [], after)
+        return self._rule(
+            name or str(getattr(function, "__name__", "call")), FunctionCall(function, sources), [], after
+        )
 
     def depend(self, node: Node, *, on: NodeLike) -> None:
         """Let `node` wait for more nodes. `CycleError` names the path when one of them waits for it."""

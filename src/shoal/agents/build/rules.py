@@ -199,7 +199,7 @@ def _hashable(value: object) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Call(Rule):
+class FunctionCall(Rule):
     """Any function."""
 
     function: Callable[..., Any]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import GraphError
+from shoal.sampling.closing import closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ def schema_of(source: object) -> Schema:
         properties = source.get("properties")
         return Schema(source, tuple(properties) if isinstance(properties, Mapping) else None, json.loads)
     if hasattr(source, "model_json_schema") and hasattr(source, "model_validate_json"):
-        document = _closed(source.model_json_schema())
+        document = closed(source.model_json_schema())
         return Schema(document, tuple(document.get("properties", ())), source.model_validate_json)
     return _of_type(source)
 
@@ -42,7 +43,7 @@ def _of_type(source: object) -> Schema:
     import msgspec
 
     try:
-        document = _closed(msgspec.json.schema(source))
+        document = closed(msgspec.json.schema(source))
     except TypeError as error:
         raise GraphError(
             f"no schema can be made of {source!r}", value=source, hint="give a dataclass, a pydantic model or a mapping"
@@ -50,18 +51,6 @@ def _of_type(source: object) -> Schema:
     decoder = msgspec.json.Decoder(source)
     fields = tuple(f.name for f in dataclasses.fields(source)) if dataclasses.is_dataclass(source) else None
     return Schema(document, fields, decoder.decode)
-
-
-def _closed(document: Any) -> Any:
-    """The schema with no more properties in its objects than it names: a small model would go on inventing some."""
-    if isinstance(document, list):
-        return [_closed(part) for part in document]
-    if not isinstance(document, dict):
-        return document
-    closed = {name: _closed(part) for name, part in document.items()}
-    if document.get("type") == "object" and "properties" in document:
-        closed.setdefault("additionalProperties", False)
-    return closed
 
 
 def pick(value: Any, path: tuple[str, ...]) -> Any:

@@ -68,7 +68,7 @@ class Tally:
         return {"requests": self.requests, "success": self.success, "median_ms": median_ms}
 
 
-class Comparison:
+class TrialComparison:
     """The tallies of a stable engine and a candidate, and what the plan says to them."""
 
     def __init__(self, plan: RolloutPlan) -> None:

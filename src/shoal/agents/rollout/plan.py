@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import ConfigError, StoreError
+from shoal.names import did_you_mean
 
 _MOST_BYTES = 64 * 1024
 _TIMEOUT_S = 5.0
@@ -57,8 +57,7 @@ class RolloutPlan:
         known = [each.name for each in fields(cls)]
         for name in document:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                hint = did_you_mean(str(name), known)
                 raise ConfigError(f"unknown key {name!r} in the plan", value=name, limit=known, hint=hint)
         return cls(**document)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from shoal.agents.rollout.compare import Comparison, Judge, Tally, similarity
+from shoal.agents.rollout.compare import Judge, Tally, TrialComparison, similarity
 from shoal.agents.rollout.plan import RolloutPlan, read_plan
 from shoal.agents.run.engines import AgentEngine, LocalEngine
 from shoal.agents.trace.trace import Trace
@@ -58,7 +58,7 @@ class _Trial:
     def __init__(self, engine: OpenableEngine, plan: RolloutPlan) -> None:
         self.engine = engine
         self.settings = dict(plan.candidate)
-        self.comparison = Comparison(plan)
+        self.comparison = TrialComparison(plan)
         self.in_flight = 0
         self.quiet = asyncio.Event()
 
@@ -306,7 +306,7 @@ class Rollout:
             self._retire()
             return
         if before is not None and before.settings == dict(plan.candidate):
-            before.comparison = Comparison(plan)
+            before.comparison = TrialComparison(plan)
             self._decide("share", share=plan.share, candidate=before.settings)
             return
         self._retire()

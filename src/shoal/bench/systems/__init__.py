@@ -7,28 +7,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import BenchmarkError
+from shoal.runners.registry import RUNNERS
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Where a system's class is, what it is called in tables, and whether it can tell logits."""
+    """One kind of system: where its class is, and all else that is said of it anywhere.
+
+    `label` is what tables call it, `flavours` what may stand behind its name after an @, `peer` whether it takes part
+    unasked where it is installed. `tells_logits`: fidelity is measured.
+    """
 
     module: str
     name: str
     label: str
+    flavours: tuple[str, ...] = ()
+    peer: bool = False
     tells_logits: bool = True
 
 
 KINDS = {
-    "shoal": Kind("ours", "Shoal", "shoal"),
+    "shoal": Kind("ours", "Shoal", "shoal", tuple(RUNNERS)),
     "shoal-http": Kind("http", "ShoalServer", "shoal, over HTTP", tells_logits=False),
     "shoal-agents": Kind("agents", "Agents", "shoal", tells_logits=False),
-    "llama": Kind("llama", "LlamaCpp", "llama.cpp"),
-    "llama-server": Kind("http", "LlamaServer", "llama-server", tells_logits=False),
-    "genai": Kind("genai", "GenAI", "OpenVINO GenAI"),
-    "mlx": Kind("mlx", "MlxLm", "mlx-lm"),
-    "url": Kind("http", "Server", "server", tells_logits=False),
+    "llama": Kind("llama", "LlamaCpp", "llama.cpp", ("q8",), peer=True),
+    "llama-server": Kind("http", "LlamaServer", "llama-server", ("q8",), peer=True, tells_logits=False),
+    "genai": Kind("genai", "GenAI", "OpenVINO GenAI", ("q8",), peer=True),
+    "mlx": Kind("mlx", "MlxLm", "mlx-lm", peer=True),
+    "url": Kind("http", "AnyServer", "server", tells_logits=False),
 }
+"""A peer more is a module of this folder and a line here."""
 
 
 def system_class(kind: str) -> Any:
@@ -38,7 +46,9 @@ def system_class(kind: str) -> Any:
 
 BITS = {"": "same file", "q8": "8 bits (Q8_0)"}
 """Which weights a peer runs: the very file, or the same model requantised to 8 bits by llama.cpp."""
-DEFAULT_PEERS = ("llama", "llama@q8", "genai", "genai@q8", "llama-server", "mlx")
+DEFAULT_PEERS = tuple(
+    key for kind, told in KINDS.items() if told.peer for key in (kind, *(f"{kind}@{f}" for f in told.flavours))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +76,8 @@ def named(text: str) -> Named:
     if text.startswith("url="):
         return Named(text, "url", url=text.removeprefix("url=").rstrip("/"))
     kind, _, flavour = text.partition("@")
-    flavours = ("", "native", "openvino") if kind == "shoal" else ("", "q8")
-    if kind not in KINDS or flavour not in flavours or kind == "url":
-        known = "llama, genai, llama-server, mlx, each with @q8, shoal@openvino, or url=http://HOST/v1"
-        raise BenchmarkError(f"no system {text!r}", value=text, limit=known, hint=f"known: {known}")
+    if kind not in KINDS or kind == "url" or flavour not in ("", *KINDS[kind].flavours):
+        known = [f"{k}@{flavour}" for k in KINDS for flavour in KINDS[k].flavours]
+        told = f"{', '.join(k for k in KINDS if k != 'url')}, {', '.join(known)}, or url=http://HOST/v1"
+        raise BenchmarkError(f"no system {text!r}", value=text, limit=told, hint=f"known: {told}")
     return Named(text, kind, flavour)

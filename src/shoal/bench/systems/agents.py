@@ -9,9 +9,9 @@ from contextlib import aclosing
 from typing import Any, ClassVar
 
 from shoal.agents import Agent, Graph
-from shoal.bench.systems.base import Setup, Source
+from shoal.bench.systems.base import Measured, Setup
 from shoal.bench.systems.ours import Shoal
-from shoal.bench.timeline import Timeline, Trace
+from shoal.bench.timeline import RunTimes, TokenTimes
 from shoal.bench.workloads import Job
 from shoal.engine.aio import AsyncEngine
 from shoal.errors import BenchmarkError
@@ -38,7 +38,7 @@ class Agents(Shoal):
         "serial": "one call after another, no sharing",
     }
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Measured) -> None:
         super().__init__(source)
         self._tokenizer = load_tokenizer(Store().resolve(source.model))
         self._way = "graph"
@@ -50,7 +50,7 @@ class Agents(Shoal):
         shared = "" if self._way == "graph" else "unshared"
         super().prepare(Setup(streams, setup.length, setup.trunk, setup.kv_bytes, shared))
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         """Run the graph once; a trace for each call, in the order of their names."""
         self.engine.suspend(drop_kv=True)
         self.engine.resume()
@@ -62,12 +62,12 @@ class Agents(Shoal):
         calls = [heard.calls[name] for name in sorted(heard.calls)]
         if len(calls) != _CALLS:
             raise BenchmarkError("the graph made another number of calls", value=len(calls), limit=_CALLS)
-        traces = [Trace(t.arrival_s - begin, t.tokens, [at - begin for at in t.times]) for t, _ in calls]
+        traces = [TokenTimes(t.arrival_s - begin, t.tokens, [at - begin for at in t.times]) for t, _ in calls]
         results = [result for _, result in calls]
         cached = sum(result.receipt.cached_tokens for result in results)
         computed = sum(result.receipt.computed_tokens for result in results)
         share = cached / max(sum(result.prompt_tokens for result in results), 1)
-        return Timeline(traces, wall_s, {"hit_rate": share, "computed_tokens": computed})
+        return RunTimes(traces, wall_s, {"hit_rate": share, "computed_tokens": computed})
 
 
 def _report(rules: str, count: int) -> Graph:
@@ -88,7 +88,7 @@ class _Heard:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.calls: dict[str, tuple[Trace, Result]] = {}
+        self.calls: dict[str, tuple[TokenTimes, Result]] = {}
 
     @property
     def spec(self) -> ModelSpec:
@@ -97,7 +97,7 @@ class _Heard:
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """As the engine's."""
-        trace = Trace(time.perf_counter())
+        trace = TokenTimes(time.perf_counter())
         async with aclosing(self.engine.generate(request)) as events:  # type: ignore[type-var]
             async for event in events:
                 trace.add(event.tokens, time.perf_counter())

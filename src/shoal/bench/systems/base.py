@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.bench.timeline import Timeline, Trace
+from shoal.bench.timeline import RunTimes, TokenTimes
 from shoal.bench.workloads import Job
 
 Logits = NDArray[np.float32]
@@ -32,7 +32,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Measured:
     """The model under measurement: its name and file, threads to use, where derived files may be kept.
 
     `url` is the address of a server that is measured, `options` the settings a system takes beside.
@@ -47,7 +47,7 @@ class Source:
 
 
 class System(Protocol):
-    """An engine under measurement, in a process of its own. Made from a `Source`; loads when first needed.
+    """An engine under measurement, in a process of its own. Made from a `Measured`; loads when first needed.
 
     `VARIANTS` maps the ways it can run to what they are called. `missing` says why it cannot run here, or None.
     """
@@ -65,7 +65,7 @@ class System(Protocol):
     def prepare(self, setup: Setup) -> None:
         """Make ready for a workload; not timed."""
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         """Run the jobs to their ends, greedily, end tokens ignored."""
 
     def describe(self) -> dict[str, Any]:
@@ -91,9 +91,9 @@ class Stepped(Protocol):
         """Forget all requests and their KV."""
 
 
-def drive(system: Stepped, jobs: Sequence[Job], clock: Callable[[], float] = time.perf_counter) -> Timeline:
+def drive(system: Stepped, jobs: Sequence[Job], clock: Callable[[], float] = time.perf_counter) -> RunTimes:
     """Feed jobs as they arrive and step until each has its tokens."""
-    traces = [Trace(job.arrival_s) for job in jobs]
+    traces = [TokenTimes(job.arrival_s) for job in jobs]
     coming = sorted(range(len(jobs)), key=lambda i: (jobs[i].arrival_s, i))
     running: set[int] = set()
     system.drop()
@@ -113,4 +113,4 @@ def drive(system: Stepped, jobs: Sequence[Job], clock: Callable[[], float] = tim
             traces[number].add(tokens, now)
             if len(traces[number].tokens) >= jobs[number].max_tokens:
                 running.discard(number)
-    return Timeline(traces, clock() - begin)
+    return RunTimes(traces, clock() - begin)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shoal.bench.systems.base import Logits, Setup, Source, drive
-from shoal.bench.timeline import Timeline
+from shoal.bench.systems.base import Logits, Measured, Setup, drive
+from shoal.bench.timeline import RunTimes
 from shoal.bench.workloads import Job
 
 _GB = 1 << 30
@@ -23,7 +23,7 @@ class GenAI:
 
     VARIANTS: ClassVar[dict[str, str]] = {"": "prefix caching on", "unshared": "prefix caching off"}
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Measured) -> None:
         self._source = source
         self._pipeline: Any = None
         self._made: tuple[int, bool] | None = None
@@ -74,7 +74,7 @@ class GenAI:
             "precision": "its defaults",
         }
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         """Drive the pipeline."""
         return drive(self, jobs)
 

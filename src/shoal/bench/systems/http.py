@@ -19,15 +19,15 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from shoal.bench.systems.base import Logits, Setup, Source
-from shoal.bench.timeline import Timeline, Trace
+from shoal.bench.systems.base import Logits, Measured, Setup
+from shoal.bench.timeline import RunTimes, TokenTimes
 from shoal.bench.workloads import Job
 from shoal.errors import BackendError, BenchmarkError
 
 Chunk = tuple[float, bytes]
 
 
-class Server:
+class AnyServer:
     """A server at `source.url` (it ends in /v1). Plain HTTP only.
 
     A server that refuses token ids gets text, without what is not of OpenAI's API; it may end early then, for
@@ -36,7 +36,7 @@ class Server:
 
     VARIANTS: ClassVar[dict[str, str]] = {"": "over HTTP"}
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Measured) -> None:
         self._source = source
         self._url = source.url
         self._process: subprocess.Popen[str] | None = None
@@ -68,7 +68,7 @@ class Server:
         """Where it is, and what it says it serves."""
         return {"version": "as the server is", "url": self._url, "model": self._model, "prompts": self._prompts}
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         """One connection for each job, all in one event loop."""
         bodies = [json.dumps(self._body(job)).encode() for job in jobs]
         begin = time.perf_counter()
@@ -79,7 +79,7 @@ class Server:
             trace, hits = _read(job, chunks)
             traces.append(trace)
             cached += hits
-        return Timeline(traces, wall_s, {"cached_tokens": cached})
+        return RunTimes(traces, wall_s, {"cached_tokens": cached})
 
     def _body(self, job: Job) -> dict[str, Any]:
         body = {
@@ -114,7 +114,7 @@ class Server:
             self._process = None
 
 
-class ShoalServer(Server):
+class ShoalServer(AnyServer):
     """`shoal serve` in a process of its own."""
 
     VARIANTS: ClassVar[dict[str, str]] = {"http": "through `shoal serve`"}
@@ -144,7 +144,7 @@ class ShoalServer(Server):
         super().prepare(setup)
 
 
-class LlamaServer(Server):
+class LlamaServer(AnyServer):
     """`llama-server` from the PATH, with as many slots as the level has streams."""
 
     VARIANTS: ClassVar[dict[str, str]] = {"": "its server, over HTTP"}
@@ -193,9 +193,9 @@ async def _one(url: str, job: Job, body: bytes, begin: float) -> list[Chunk]:
     return chunks
 
 
-def _read(job: Job, chunks: Sequence[Chunk]) -> tuple[Trace, int]:
+def _read(job: Job, chunks: Sequence[Chunk]) -> tuple[TokenTimes, int]:
     """Tokens and times of a stream, and how many prompt tokens the server says it had cached."""
-    trace, cached, rest = Trace(job.arrival_s), 0, b""
+    trace, cached, rest = TokenTimes(job.arrival_s), 0, b""
     status = chunks[0][1].split(b"\r\n", 1)[0].decode() if chunks else "no answer"
     if " 200 " not in f"{status} ":
         raise BenchmarkError(f"the server answered {status}", value=b"".join(c for _, c in chunks)[-300:].decode())

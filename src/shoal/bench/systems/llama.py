@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shoal.bench.systems.base import Logits, Setup, Source, drive
-from shoal.bench.timeline import Timeline
+from shoal.bench.systems.base import Logits, Measured, Setup, drive
+from shoal.bench.timeline import RunTimes
 from shoal.bench.workloads import Job
 from shoal.errors import RunnerError
 
@@ -42,7 +42,7 @@ class LlamaCpp:
 
     VARIANTS: ClassVar[dict[str, str]] = {"": "slots, as its server", "copied": "trunk copied by hand"}
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Measured) -> None:
         import llama_cpp
 
         self._api: Any = llama_cpp
@@ -101,7 +101,7 @@ class LlamaCpp:
             "built": info.strip(),
         }
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         """Drive the slots."""
         return drive(self, jobs)
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shoal.bench.systems.base import Logits, Setup, Source, drive
-from shoal.bench.timeline import Timeline
+from shoal.bench.systems.base import Logits, Measured, Setup, drive
+from shoal.bench.timeline import RunTimes
 from shoal.bench.workloads import Job
 from shoal.models.files import local_files
 
@@ -24,7 +24,7 @@ class MlxLm:
 
     VARIANTS: ClassVar[dict[str, str]] = {"": "batch generator"}
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Measured) -> None:
         self._source = source
         self._generate = importlib.import_module("mlx_lm.generate")
         files = local_files(source.model, source.path)
@@ -58,7 +58,7 @@ class MlxLm:
             "others": "its defaults",
         }
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         """Drive the generator."""
         return drive(self, jobs)
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shoal.bench.systems.base import Logits, Setup, Source
-from shoal.bench.timeline import Timeline, Trace
+from shoal.bench.systems.base import Logits, Measured, Setup
+from shoal.bench.timeline import RunTimes, TokenTimes
 from shoal.bench.workloads import Job
 from shoal.config import EngineConfig
 from shoal.engine.engine import Engine
@@ -35,7 +35,7 @@ class Shoal:
         "static": "static batch by hand over the same runner",
     }
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Measured) -> None:
         self._source = source
         self._engine: Engine | None = None
         self._runner: Runner
@@ -98,7 +98,7 @@ class Shoal:
             "max_stall_ms": defaults.max_stall_ms,
         }
 
-    def run(self, jobs: Sequence[Job]) -> Timeline:
+    def run(self, jobs: Sequence[Job]) -> RunTimes:
         """Submit as they arrive, listen, wait for the last. Cached prefixes are given up first."""
         self.engine.suspend(drop_kv=True)
         self.engine.resume()
@@ -136,9 +136,9 @@ def sampling(job: Job) -> SamplingParams:
     return SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
 
 
-def _listen(engine: Engine, jobs: Sequence[Job]) -> Timeline:
+def _listen(engine: Engine, jobs: Sequence[Job]) -> RunTimes:
     """Run jobs through `submit`, each event stamped on the engine's thread as a sink gets it."""
-    traces = [Trace(job.arrival_s) for job in jobs]
+    traces = [TokenTimes(job.arrival_s) for job in jobs]
     results: list[Result] = []
     steps: list[StepRecord] = []
     ended = threading.Semaphore(0)
@@ -146,7 +146,7 @@ def _listen(engine: Engine, jobs: Sequence[Job]) -> Timeline:
     engine.listen(listener)
     begin = time.perf_counter()
 
-    def sink(trace: Trace, event: Event) -> None:
+    def sink(trace: TokenTimes, event: Event) -> None:
         trace.add(event.tokens, time.perf_counter() - begin)
         if event.result is not None:
             results.append(event.result)
@@ -164,7 +164,7 @@ def _listen(engine: Engine, jobs: Sequence[Job]) -> Timeline:
     for result in results:
         if result.error is not None:
             raise result.error
-    return Timeline(traces, wall_s, _facts(jobs, results, steps))
+    return RunTimes(traces, wall_s, _facts(jobs, results, steps))
 
 
 def _facts(jobs: Sequence[Job], results: Sequence[Result], steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -189,12 +189,12 @@ def _parses(text: str) -> bool:
     return True
 
 
-def static_batch(runner: Runner, jobs: Sequence[Job]) -> Timeline:
+def static_batch(runner: Runner, jobs: Sequence[Job]) -> RunTimes:
     """All jobs as one static batch, as one would write it by hand: equal lengths, no scheduler, no events, no stops."""
     size, count = runner.spec.block_size, jobs[0].max_tokens
     each = -(-(max(len(job.prompt) for job in jobs) + count) // size)
     tables = [tuple(range(i * each, (i + 1) * each)) for i in range(len(jobs))]
-    traces = [Trace(0.0) for _ in jobs]
+    traces = [TokenTimes(0.0) for _ in jobs]
     begin = time.perf_counter()
     for step in range(count):
         parts = []
@@ -206,4 +206,4 @@ def static_batch(runner: Runner, jobs: Sequence[Job]) -> Timeline:
         for i, trace in enumerate(traces):
             trace.add(output.argmax[i], now)
     runner.release(range(len(jobs)))
-    return Timeline(traces, time.perf_counter() - begin)
+    return RunTimes(traces, time.perf_counter() - begin)

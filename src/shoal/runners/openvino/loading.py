@@ -17,7 +17,7 @@ IR_NAME = "openvino_model.xml"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PagedSource:
     """A paged `openvino.Model` that is not compiled yet. `keep` must live as long as what is compiled from it.
 
     `identity` changes with the files. `step_elements_per_token` is how many elements of activations a pass holds at a
@@ -60,7 +60,7 @@ def machine(core: Any) -> tuple[str, str]:
     return str(core.get_property("CPU", "FULL_DEVICE_NAME")), str(ov.__version__)
 
 
-def read_source(core: Any, path: Path, cache_dir: Path) -> Source:
+def read_source(core: Any, path: Path, cache_dir: Path) -> PagedSource:
     """Read the GGUF file or OpenVINO directory at `path`. Raises the `ModelError` that fits."""
     if path.is_dir():
         return _from_directory(core, path)
@@ -68,7 +68,7 @@ def read_source(core: Any, path: Path, cache_dir: Path) -> Source:
         raise ModelNotFoundError(f"{path} does not exist", value=str(path), hint="check the path or pull the model")
     model = converted(path, cache_dir)
     about = model.description
-    return Source(
+    return PagedSource(
         model=build(model),
         identity=model.path.name,
         name=about.name,
@@ -80,7 +80,7 @@ def read_source(core: Any, path: Path, cache_dir: Path) -> Source:
     )
 
 
-def _from_directory(core: Any, path: Path) -> Source:
+def _from_directory(core: Any, path: Path) -> PagedSource:
     xml, config_path = path / IR_NAME, path / "config.json"
     if not xml.is_file():
         raise ModelFormatError(f"{path} has no {IR_NAME}", value=str(path), hint="give a directory that has one")
@@ -94,7 +94,7 @@ def _from_directory(core: Any, path: Path) -> Source:
             value=str(config_path),
             hint="it comes with the model on the hub",
         ) from error
-    return Source(
+    return PagedSource(
         model=paged_from_ir(core, xml),
         identity=f"{xml.resolve()} {xml.stat().st_size} {xml.stat().st_mtime_ns}",
         name=path.name,

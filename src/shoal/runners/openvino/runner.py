@@ -14,7 +14,7 @@ from shoal.errors import BackendError, RunnerError
 from shoal.runners.base import kv_budget
 from shoal.runners.openvino.feed import Feed, Wanted
 from shoal.runners.openvino.kv import KVArrays, cache_ports
-from shoal.runners.openvino.loading import Source, best_precision, machine, open_core, read_source
+from shoal.runners.openvino.loading import PagedSource, best_precision, machine, open_core, read_source
 from shoal.runners.openvino.probe import BLOCKS, is_exact, remembered, warm_up
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 
@@ -31,11 +31,11 @@ class OpenVINORunner:
     last bit. Leaves scheduling, sampling and the contents of block tables to the caller.
     """
 
-    def __init__(self, source: Source, compiled: Any, spec: ModelSpec, kv: KVArrays) -> None:
+    def __init__(self, source: PagedSource, compiled: Any, spec: ModelSpec, kv: KVArrays) -> None:
         """Over a compiled model; use `load`."""
         self._spec = spec
         self._kv: KVArrays | None = kv
-        self._source: Source | None = source  # the plugin reads the mapped weights as long as it lives
+        self._source: PagedSource | None = source  # the plugin reads the mapped weights as long as it lives
         self._request: Any = compiled.create_infer_request()
         for name, tensor in kv.tensors():
             self._request.set_tensor(name, tensor)
@@ -90,7 +90,7 @@ class OpenVINORunner:
     def _compiled(
         cls,
         core: Any,
-        source: Source,
+        source: PagedSource,
         settings: dict[str, str],
         kv_bytes: int,
         memory_bytes: int | None,

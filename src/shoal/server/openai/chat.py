@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from shoal.server.answer import AnswerReader, Piece
 from shoal.server.errors import bad_request
 from shoal.server.generation import Api, Call, choice_seeds, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
@@ -19,8 +20,9 @@ from shoal.server.openai.fields import make_sampling
 from shoal.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from shoal.server.openai.prompts import Chat, prompt_tokens, tool_style
 from shoal.server.openai.schemas import ChatRequest
-from shoal.server.openai.toolcalls import Piece, WrittenCall, note_call
+from shoal.server.openai.toolcalls import WrittenCall, note_call
 from shoal.server.openai.tools import ToolUse, tool_use
+from shoal.server.reasoning import Effort, Thought
 from shoal.server.sse import ChoiceWriter, EventStream, Template, encode
 from shoal.types import Event, FinishReason, Request, Result
 
@@ -68,7 +70,8 @@ def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequ
     if held and body.structured_outputs is not None:
         raise bad_request("structured_outputs contradicts response_format or tools", "structured_outputs")
     arguments.update(held)
-    tokens = prompt_tokens(inputs, Chat(body.messages, use.shown, body.chat_template_kwargs))
+    tokens = prompt_tokens(inputs, Chat(body.messages, use.shown, body.chat_template_kwargs, body.reasoning_effort))
+    arguments = Effort(body.reasoning_effort, body.thinking_budget).sampling(codec, tokens, arguments)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     arguments["max_tokens"] = output_limit(served, len(tokens), wanted)
     if body.logprobs:
@@ -85,11 +88,12 @@ class Answer:
     def __init__(self, call: Call, use: ToolUse, index: int) -> None:
         self.index = index
         self.content = ""
+        self.reasoning = ""
         self.calls: list[WrittenCall] = []
         self.logprobs: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self._call = call
-        self._parser = use.parser() if use.active else None
+        self._reader = AnswerReader(call, index, use)
 
     def take(self, happened: Event) -> list[Piece]:
         """Take an event in; gives what is new in the answer."""
@@ -97,18 +101,12 @@ class Answer:
         assert codec is not None
         self.tokens += happened.tokens
         self.logprobs += chat_logprobs(happened.logprobs, codec)
-        parser = self._parser
-        if parser is None:
-            pieces: list[Piece] = [happened.text] if happened.text else []
-        else:
-            pieces = parser.push(happened.text)
-            if happened.result is not None:
-                pieces += parser.finish()
-            elif parser.full:
-                self._call.cut(self.index)
+        pieces = self._reader.take(happened)
         for piece in pieces:
             if isinstance(piece, str):
                 self.content += piece
+            elif isinstance(piece, Thought):
+                self.reasoning += piece.text
             else:
                 note_call(self.calls, piece)
         return pieces
@@ -126,7 +124,12 @@ class Answer:
         if self.calls:
             message["content"] = self.content or None
             message["tool_calls"] = [call_object(call) for call in self.calls]
-        return message
+        return message | _reasoning(self.reasoning) if self.reasoning else message
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """What was thought, under both names that clients know."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def call_object(call: WrittenCall) -> dict[str, Any]:
@@ -209,6 +212,9 @@ class ChatWriter(ChoiceWriter):
         for piece in answer.take(happened):
             if isinstance(piece, str):
                 deltas.append({"content": piece})
+                continue
+            if isinstance(piece, Thought):
+                deltas.append(_reasoning(piece.text))
                 continue
             number += piece.name is not None
             if piece.name is not None:  # name and id first, then the arguments as they come; `index` on all

@@ -11,7 +11,9 @@ from typing import Any
 
 from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loading import ModelCodec
+from shoal.models.traced import as_content
 from shoal.server.openai.schemas import ChatMessage, Tool, ToolCall
+from shoal.server.reasoning import effort_variables, history_field, markers_of, template_of
 
 
 class ToolStyle(Enum):
@@ -39,6 +41,8 @@ class Chat:
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
     variables: Mapping[str, Any] | None = None
+    effort: str | None = None  # how much to think, "none" for not at all; None: as the template has it
+    prefill: str = ""  # how the answer begins
 
 
 def prompt_tokens(inputs: InputProcessor, chat: Chat) -> list[int]:
@@ -58,7 +62,7 @@ def _described(tool: Tool) -> str:
 
 def tool_style(codec: Codec) -> ToolStyle:
     """The format of the model's family, read off its chat template."""
-    source = _template(codec)
+    source = template_of(codec)
     if "[TOOL_CALLS]" in source:
         return ToolStyle.MISTRAL
     if "<|python_tag|>" in source or "Environment: ipython" in source:
@@ -66,24 +70,24 @@ def tool_style(codec: Codec) -> ToolStyle:
     return ToolStyle.HERMES
 
 
-def _template(codec: Codec) -> str:
-    return (codec.tokenizer.chat_template.source or "") if isinstance(codec, ModelCodec) else ""
-
-
 def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
     """Tokens of a conversation up to where the answer begins. Raises `InvalidRequestError`."""
-    native = "tools" in _template(codec)
-    messages = [_message(message, native=native) for message in _in_order(chat.messages, native=native)]
+    template = template_of(codec)
+    native, thought = "tools" in template, history_field(template)
+    messages = [_message(message, thought, native=native) for message in _in_order(chat.messages, native=native)]
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in chat.tools]
     if tools and not native:
         messages = _with_system(messages, _EXPLAIN.format(tools="\n".join(map(_described, chat.tools))))
     if not isinstance(codec, ModelCodec):
-        return codec.encode_messages(messages)
-    variables = dict(chat.variables or {})
+        return codec.encode_messages(messages) + codec.encode(chat.prefill, add_special=False)
+    variables = {**effort_variables(template, chat.effort), **(chat.variables or {})}
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
     text = codec.tokenizer.chat_template.render(messages, tools=tools if native and tools else None, **variables)
-    return codec.tokenizer.encode_chat(text)
+    markers = markers_of(template)
+    if chat.effort == "none" and markers is not None and text.rstrip().endswith(markers.begin):
+        text += f"\n{markers.end}\n\n"  # the template has no switch
+    return codec.tokenizer.encode_chat(text + as_content(chat.prefill))
 
 
 def _in_order(messages: Sequence[ChatMessage], *, native: bool) -> list[ChatMessage]:
@@ -110,16 +114,22 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _message(message: ChatMessage, *, native: bool) -> dict[str, Any]:
-    """A message for the template. One that knows no tools sees calls and their results as text."""
+def _message(message: ChatMessage, thought: str | None, *, native: bool) -> dict[str, Any]:
+    """A message for the template. One that knows no tools sees calls and their results as text.
+
+    `thought` is the field in which it takes what was thought; one that takes none is meant to see none of it.
+    """
     role = "system" if message.role == "developer" else message.role
     content = _content(message)
     calls = message.tool_calls or []
+    plain: dict[str, Any] = {"role": role, "content": content}
+    reasoning = message.reasoning_content or message.reasoning
+    if thought is not None and reasoning is not None:
+        plain[thought] = reasoning
     if native:
-        plain: dict[str, Any] = {"role": role, "content": content}
         if calls:
             plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        for name in ("name", "tool_call_id"):
             value = getattr(message, name)
             if value is not None:
                 plain[name] = value
@@ -132,8 +142,8 @@ def _message(message: ChatMessage, *, native: bool) -> dict[str, Any]:
             f'<tool_call>\n{{"name": {_json(call.function.name)}, "arguments": {_as_json(call)}}}\n</tool_call>'
             for call in calls
         ]
-        content = "\n".join([content, *written] if content else written)
-    return {"role": role, "content": content}
+        plain["content"] = "\n".join([content, *written] if content else written)
+    return plain
 
 
 def _as_json(call: ToolCall) -> str:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from shoal.server.answer import AnswerReader
 from shoal.server.errors import ApiError, bad_request
 from shoal.server.generation import Api, Call, Wave, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
@@ -18,8 +19,8 @@ from shoal.server.openai.calljson import CallDelta
 from shoal.server.openai.fields import make_sampling
 from shoal.server.openai.prompts import Chat, prompt_tokens, tool_style
 from shoal.server.openai.responses_schemas import ResponsesRequest
-from shoal.server.openai.toolcalls import Piece
 from shoal.server.openai.tools import ToolUse, tool_use
+from shoal.server.reasoning import Thought
 from shoal.server.sse import EventStream, event
 from shoal.types import Event, FinishReason, Request
 
@@ -59,15 +60,16 @@ def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> 
     arguments = body.sampling()
     schema = body.schema_of()
     held = use.held(inputs, tool_style(codec), schema, "tools.{}.parameters")
-    tokens = prompt_tokens(inputs, Chat(body.messages(), use.shown))
+    tokens = prompt_tokens(inputs, Chat(body.messages(), use.shown, effort=body.effort().level))
     limit = output_limit(served, len(tokens), body.max_output_tokens)
-    return api.request(body, tokens, make_sampling({**arguments, **held, "max_tokens": limit}))
+    arguments = body.effort().sampling(codec, tokens, {**arguments, **held, "max_tokens": limit})
+    return api.request(body, tokens, make_sampling(arguments))
 
 
 class Output:
     """The output items as they grow, and the events that tell of it.
 
-    At most one item is open; text opens a message, a call closes it.
+    At most one item is open; thinking opens a reasoning item, text a message, a call closes it.
     """
 
     def __init__(self, call: Call, body: ResponsesRequest, use: ToolUse) -> None:
@@ -75,7 +77,7 @@ class Output:
         self.status = "in_progress"
         self._call = call
         self._body = body
-        self._parser = use.parser() if use.active else None
+        self._reader = AnswerReader(call, 0, use)
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._open: dict[str, Any] | None = None
@@ -83,19 +85,14 @@ class Output:
 
     def take(self, happened: Event) -> Sequence[dict[str, Any]]:
         """Take an event of the engine in; gives the events it makes."""
-        parser = self._parser
-        pieces: list[Piece] = [happened.text] if happened.text else []
-        if parser is not None:
-            pieces = parser.push(happened.text)
-            if happened.result is not None:
-                pieces += parser.finish()
-            elif parser.full:
-                self._call.cut(0)
         told: list[dict[str, Any]] = []
-        for piece in pieces:
-            told += self._say(piece) if isinstance(piece, str) else self._called(piece)
+        for piece in self._reader.take(happened):
+            if isinstance(piece, Thought):
+                told += self._think(piece.text)
+            else:
+                told += self._say(piece) if isinstance(piece, str) else self._called(piece)
         if happened.result is not None:
-            if not self.items:
+            if not self.items or self._open_type == "reasoning":
                 told += self._say("")
             cut = happened.result.finish_reason is FinishReason.LENGTH
             self.status = "incomplete" if cut else "completed"
@@ -110,6 +107,22 @@ class Output:
             place = {**self._place(self._open), "content_index": 0}
             told.append({"type": "response.output_text.delta", **place, "delta": text, "logprobs": []})
         return told
+
+    def _think(self, text: str) -> list[dict[str, Any]]:
+        told = [] if self._open_type == "reasoning" else [*self._close(), *self._begin_reasoning()]
+        self._text += text
+        assert self._open is not None
+        place = {**self._place(self._open), "content_index": 0}
+        return [*told, {"type": "response.reasoning_text.delta", **place, "delta": text}]
+
+    def _begin_reasoning(self) -> list[dict[str, Any]]:
+        self._text = ""
+        item: dict[str, Any] = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "status": "in_progress"}
+        item |= {"summary": [], "content": []}
+        self.items.append(item)
+        self._open = item
+        place = {**self._place(item), "content_index": 0}
+        return [self._added(item), {"type": "response.content_part.added", **place, "part": _thought("")}]
 
     def _begin_message(self) -> list[dict[str, Any]]:
         self._text = ""
@@ -136,11 +149,15 @@ class Output:
             told = [{**self._place(item), "name": item["name"], "arguments": item["arguments"]}]
             told[0] = {"type": "response.function_call_arguments.done", **told[0]}
         else:
-            part = _part(self._text)
+            thought = item["type"] == "reasoning"
+            part = _thought(self._text) if thought else _part(self._text)
             item["content"] = [part]
             place = {**self._place(item), "content_index": 0}
+            done: dict[str, Any] = {"type": "response.reasoning_text.done", **place, "text": self._text}
+            if not thought:
+                done |= {"type": "response.output_text.done", "logprobs": []}
             told = [
-                {"type": "response.output_text.done", **place, "text": self._text, "logprobs": []},
+                done,
                 {"type": "response.content_part.done", **place, "part": part},
             ]
         return [*told, {"type": "response.output_item.done", "output_index": index, "item": dict(item)}]
@@ -173,7 +190,8 @@ class Output:
         """The response object."""
         body = self._body
         sampling = body.sampling()
-        fixed = {"previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "background": False}
+        reasoning = {"effort": body.effort().level, "summary": None}
+        fixed = {"previous_response_id": None, "reasoning": reasoning, "background": False}
         failed = {"code": "server_error", "message": error.message} if error is not None else None
         return {
             "id": self._id,
@@ -209,7 +227,7 @@ class Output:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._call.thinking_tokens},
             "total_tokens": usage["total_tokens"],
         }
 
@@ -220,6 +238,10 @@ def _plain(model: Any) -> Any:
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 class ResponseWriter:

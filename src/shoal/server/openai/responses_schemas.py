@@ -16,17 +16,19 @@ from shoal.server.openai.schemas import (
     Name,
     NamedFunction,
     NamedTool,
+    ReasoningEffort,
     TextPart,
     Tool,
     ToolCall,
     call_arguments,
 )
+from shoal.server.reasoning import Effort
 
 
 class Part(Strict):
     """A piece of an input message."""
 
-    type: Literal["input_text", "output_text", "text", "refusal"]
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
     annotations: Listed[Any] | None = None
@@ -40,9 +42,9 @@ class Part(Strict):
 
 
 class Item(Strict):
-    """One input item: a message, a call that an earlier answer made, or what came of it."""
+    """One input item: a message, what was thought for it, a call that an earlier answer made, or what came of it."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -52,6 +54,8 @@ class Item(Strict):
     name: str | None = None
     arguments: str | None = None
     output: str | Listed[Part] | None = None
+    summary: Listed[Part] | None = None
+    encrypted_content: str | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Item:
@@ -59,6 +63,7 @@ class Item(Strict):
             "message": ("role", "content"),
             "function_call": ("call_id", "name"),
             "function_call_output": ("call_id", "output"),
+            "reasoning": (),
         }
         for field in needed[self.type]:
             if getattr(self, field) is None:
@@ -107,9 +112,9 @@ class FlatNamedTool(Strict):
 
 
 class ReasoningOptions(Strict):
-    """The models here do not reason apart from their answers."""
+    """How much the model is to think before it answers."""
 
-    effort: Literal["none"] | None = None
+    effort: ReasoningEffort | None = None
     summary: None = None
 
 
@@ -132,8 +137,9 @@ class ResponsesRequest(Common):
     stream_options: ResponsesStreamOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
     reasoning: ReasoningOptions | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=2**31)] | None = None
     top_logprobs: Literal[0] | None = None
     previous_response_id: None = None
     conversation: None = None
@@ -151,6 +157,11 @@ class ResponsesRequest(Common):
                 raise bad_request("input is empty", "input")
             return [*begin, ChatMessage(role="user", content=self.input)]
         return _joined([*begin, *map(_message, self.input)])
+
+    def effort(self) -> Effort:
+        """What is said of thinking."""
+        level = self.reasoning.effort if self.reasoning is not None else None
+        return Effort(level, self.thinking_budget, "reasoning.effort")
 
     def chat_tools(self) -> list[Tool]:
         """The tools in the form of chat completions."""
@@ -184,6 +195,9 @@ def _message(item: Item) -> ChatMessage:
         return ChatMessage(role="assistant", tool_calls=[ToolCall(id=item.call_id or "", function=function)])
     if item.type == "function_call_output":
         return ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output))
+    if item.type == "reasoning":
+        parts = item.content if isinstance(item.content, list) else item.summary or []
+        return ChatMessage(role="assistant", content="", reasoning_content="".join(part.text or "" for part in parts))
     assert item.role is not None
     return ChatMessage(role=item.role, content=_content(item.content))
 
@@ -194,12 +208,18 @@ def _content(content: str | list[Part] | None) -> str | list[TextPart]:
     return content or ""
 
 
+def _only_thought(message: ChatMessage) -> bool:
+    return message.reasoning_content is not None and not message.content and not message.tool_calls
+
+
 def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Calls that stand beside each other, and the words before them, are one message of the assistant."""
+    """Calls that stand beside each other, and thoughts and words before them, are one message of the assistant."""
     joined: list[ChatMessage] = []
     for message in messages:
         last = joined[-1] if joined else None
-        if message.tool_calls and last is not None and last.role == "assistant":
+        if last is not None and message.role == "assistant" and _only_thought(last):
+            joined[-1] = message.model_copy(update={"reasoning_content": last.reasoning_content})
+        elif message.tool_calls and last is not None and last.role == "assistant":
             joined[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), *message.tool_calls]})
         else:
             joined.append(message)

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from shoal.server.openai.fields import Listed, Sampled, Strict, at_most, contradiction
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MAX_TOOLS = 512  # of a call, and calls in a message
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -57,6 +58,7 @@ class ChatMessage(Strict):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     annotations: Listed[dict[str, Any]] | None = None
     audio: None = None
     function_call: None = None
@@ -148,7 +150,8 @@ class ChatRequest(Sampled):
     web_search_options: None = None
     functions: None = None
     function_call: None = None
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=2**31)] | None = None
     moderation: None = None
     prompt_cache_options: None = None
     verbosity: None = None

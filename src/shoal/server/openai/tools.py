@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.engine.inputs import InputProcessor
 from shoal.errors import InvalidRequestError
+from shoal.sampling.closing import closed
 from shoal.sampling.grammar import GrammarCompiler
 from shoal.sampling.schema import check_schema
 from shoal.server.errors import bad_request
@@ -117,35 +118,6 @@ def _calls_schema(tools: Sequence[Tool], style: ToolStyle) -> dict[str, Any]:
             }
         )
     return {"anyOf": options, "$defs": definitions}
-
-
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without properties that it does not name: a small model would make them up without end.
-
-    What it allows, the given schema allows too. Objects that say themselves what else they take are left as they are,
-    and so is a schema with `allOf`, whose parts add up.
-    """
-    text = json.dumps(schema)
-    return schema if '"allOf"' in text else _closed(schema)
-
-
-def _closed(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_closed(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    inner = {
-        key: child if key in ("const", "enum", "default", "examples") else _closed(child)
-        for key, child in value.items()
-    }
-    says = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"}
-    if (
-        isinstance(value.get("properties"), dict)
-        and value.get("type", "object") == "object"
-        and not says & value.keys()
-    ):
-        inner["additionalProperties"] = False
-    return inner
 
 
 def _moved(value: Any, root: str) -> Any:

@@ -7,7 +7,6 @@ before, whole. Runs that a dead process left unfinished are marked so when the f
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -15,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
-
 from shoal.errors import HistoryError
+from shoal.processes import is_alive, this_process
 
 _MIGRATIONS = (
     """
@@ -45,7 +43,7 @@ class History:
         """The file is made if need be; without a path the history is in memory and goes with the process."""
         self._path = path
         self._lock = threading.Lock()
-        self._owner = _owner()
+        self._owner = this_process()
         with self._failing():
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +138,7 @@ class History:
         """Runs of processes that are gone will not go on."""
         rows = self._db.execute("SELECT id, owner, document FROM runs WHERE state = 'running'").fetchall()
         for run_id, owner, text in rows:
-            if _alive(owner):
+            if is_alive(owner):
                 continue
             document = json.loads(text)
             document.update(state="failed", note=INTERRUPTED)
@@ -185,18 +183,3 @@ class History:
 
 def _escaped(word: str) -> str:
     return word.replace("\\", r"\\").replace("%", r"\%").replace("_", r"\_")
-
-
-def _owner() -> str:
-    """This process, told apart from a later one of the same id."""
-    return f"{os.getpid()}-{int(psutil.Process().create_time())}"
-
-
-def _alive(owner: str) -> bool:
-    pid, _, began = owner.partition("-")
-    try:
-        return bool(abs(psutil.Process(int(pid)).create_time() - int(began)) < 2)
-    except (psutil.NoSuchProcess, ValueError):
-        return False
-    except psutil.AccessDenied:
-        return True

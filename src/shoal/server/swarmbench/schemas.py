@@ -12,7 +12,7 @@ from shoal.server.openai.fields import Finite, Strict
 MAX_AGENTS = 8
 
 
-class Agent(Strict):
+class OrderedAgent(Strict):
     """One specialist: its name, and the line that asks for its view."""
 
     name: Annotated[str, Field(min_length=1, max_length=60)]
@@ -28,7 +28,7 @@ class SwarmRequest(Strict):
 
     model: str | None = None
     question: Annotated[str, Field(min_length=1, max_length=20_000)]
-    agents: Annotated[list[Agent], Field(min_length=1, max_length=MAX_AGENTS)]
+    agents: Annotated[list[OrderedAgent], Field(min_length=1, max_length=MAX_AGENTS)]
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 160
     temperature: Annotated[Finite, Field(ge=0, le=2)] = 0.4
     seed: Annotated[int, Field(ge=0, le=2**62)] | None = None
