@@ -385,6 +385,8 @@ class Scheduler:
     def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...], chain: int, *, prefill: bool) -> None:
         seq.computed += fed
         seq.scored = max(seq.scored, seq.computed)
+        while seq.marks and seq.marks[0] <= seq.computed:  # set for a follower when this chunk was planned already
+            seq.marks.pop(0)
         if prefill:
             self.kv.index(seq, tail=True)
             self.kv.saved(seq)
