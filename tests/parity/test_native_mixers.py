@@ -58,10 +58,11 @@ def rounded() -> Iterator[None]:
 
     def rounded_queries(x: Float, part: Rotary) -> Float:
         grown = of[-1].query_scale
-        scale = np.full((len(x), 1, 1), np.log2(np.e) * of[-1].scale)
+        scale = np.full((len(x), 1, 1), np.log2(np.e) * of[-1].scale, np.float32)
         if grown is not None:
             scale[:, 0, 0] *= 1 + grown.beta * np.log(1 + np.arange(len(x)) // grown.length)
-        return to_bf16(rotate(x, part) * scale.astype(np.float32)) / scale.astype(np.float32)
+        out: Float = to_bf16(rotate(x, part) * scale) / scale
+        return out
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oracle, "attention", attention_of)
