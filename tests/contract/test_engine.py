@@ -9,6 +9,7 @@ import pytest
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.core.commands import PreemptAll
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import Output, RequestState, StepLoop
 from shoal.runners.base import Runner
@@ -179,7 +180,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(bench: Bench, drop: 
         for prompt in prompts:
             loop.add(prompt, greedy())
         loop.advance(6)
-        loop.scheduler.preempt_all(drop_cached=drop)
+        loop.scheduler.apply(PreemptAll(drop_cached=drop))
         results = loop.drain()
     for prompt, result in zip(prompts, results, strict=True):
         assert result.receipt.preemptions == 1
@@ -230,7 +231,7 @@ def test_random_traffic(bench: Bench) -> None:
                 expected[len(expected)] = lambda p=prompt, c=count: bench.alone(p, greedy(c))  # type: ignore[misc]
                 loop.add(prompt, greedy(count))
             if step % 13 == 7:
-                loop.scheduler.preempt_all(drop_cached=bool(step % 2))
+                loop.scheduler.apply(PreemptAll(drop_cached=bool(step % 2)))
             if step % 11 == 5 and loop.states:
                 loop.abort(rng.choice(loop.states))
             loop.advance(1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -258,7 +257,7 @@ def test_several_rows_are_those_of_the_tokens_one_by_one(bench: Bench) -> None:
         pytest.skip("this runner gives the logits after the last token")
     prompts, counts = [bench.tokens(n) for n in (2, most, most + 5)], [2, most, 3]
     items = [bench.item(p, 0, bench.table(len(p))) for p in prompts]
-    items = [replace(item, rows=count) for item, count in zip(items, counts, strict=True)]
+    items = [item._replace(rows=count) for item, count in zip(items, counts, strict=True)]
     best = bench.item(prompts[2], 0, bench.table(most + 5), Want.ARGMAX)
     output = bench.runner.execute(StepPlan(1, (items[0], best, *items[1:])))
     assert output.logits is not None
@@ -276,7 +275,7 @@ def test_the_best_few_are_those_of_the_logits(bench: Bench) -> None:
         pytest.skip("this runner gives all logits or the arg-max")
     prompts, counts = [bench.tokens(n) for n in (3, 40, 7)], [1, most, 5]
     items = [bench.item(p, 0, bench.table(len(p)), Want.TOP) for p in prompts]
-    items = [replace(item, top=count) for item, count in zip(items, counts, strict=True)]
+    items = [item._replace(top=count) for item, count in zip(items, counts, strict=True)]
     other = bench.item(prompts[0], 0, bench.table(3))
     output = bench.runner.execute(StepPlan(1, (*items, other)))
     assert output.logits is not None

@@ -20,6 +20,7 @@ import numpy as np
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.core.commands import PreemptAll
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import Output, RequestState, StepLoop
 from shoal.runners.base import Runner
@@ -46,7 +47,7 @@ class Watched:
     def execute(self, plan: StepPlan) -> StepOutput:
         """The plan with LOGITS in place of ARGMAX, and the answer as it was asked for."""
         asked = [item for item in plan.sequences if item.want is not Want.NOTHING]
-        wide = tuple(replace(i, want=Want.LOGITS if i.want is Want.ARGMAX else i.want) for i in plan.sequences)
+        wide = tuple(i._replace(want=Want.LOGITS if i.want is Want.ARGMAX else i.want) for i in plan.sequences)
         output = self._runner.execute(StepPlan(plan.step, wide, plan.copies))
         for item in plan.sequences:
             written = self.tokens.setdefault(item.seq_id, [])
@@ -168,7 +169,7 @@ def one_schedule(
             places[f"r{len(events)}"] = place
             out.seen["fork"] += 1
         elif dice < 0.08:
-            loop.scheduler.preempt_all(drop_cached=rng.random() < 0.5)
+            loop.scheduler.apply(PreemptAll(drop_cached=rng.random() < 0.5))
         loop.step()
         check_integrity(loop.scheduler)
     for i, log in events:

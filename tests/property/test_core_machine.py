@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.core.commands import CancelExpectation, Expect, PreemptAll
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import RequestState, StepLoop
 from shoal.errors import KVBudgetError, PromptTooLongError, RunnerError
@@ -114,11 +115,11 @@ class CoreMachine(RuleBasedStateMachine):
     def submit(self, request: Request, *, prefill_only: bool = False) -> str | None:
         name = f"r{len(self.events)}"
         try:
-            prepared = self.loop.inputs.prepare(request)
+            prepared = self.loop.inputs.prepare(request, prefill_only=prefill_only)
         except (KVBudgetError, PromptTooLongError):
             return None
         self.events[name] = []
-        self.request_states[name] = self.loop.add(name, prepared, self.events[name].append, prefill_only=prefill_only)
+        self.request_states[name] = self.loop.add(name, prepared, self.events[name].append)
         return name
 
     @rule(
@@ -179,14 +180,14 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.expected_prefixes) < 4)
     def expect(self, trunk: str, due: int) -> None:
         self.expected_prefixes.append((tuple(trunk.encode()), due))
-        self.loop.scheduler.expect(tuple(trunk.encode()), Namespace(), due)
+        self.loop.scheduler.apply(Expect(tuple(trunk.encode()), Namespace(), due))
 
     @rule(data=st.data())
     @precondition(lambda self: self.expected_prefixes)
     def cancel_expectation(self, data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(self.expected_prefixes) - 1))
         tokens, due = self.expected_prefixes.pop(at)
-        self.loop.scheduler.cancel_expectation(tokens, Namespace(), due)
+        self.loop.scheduler.apply(CancelExpectation(tokens, Namespace(), due))
 
     @rule(data=st.data())
     @precondition(lambda self: self.loop.states)
@@ -199,7 +200,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loop.states)
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.loop.states))
-        if parent.seq.prefill_only:
+        if parent.seq.spec.prefill_only:
             return
         name = f"r{len(self.events)}"
         self.events[name] = []
@@ -220,7 +221,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(drop=st.booleans())
     def suspend(self, drop: bool) -> None:
-        self.loop.scheduler.preempt_all(drop_cached=drop)
+        self.loop.scheduler.apply(PreemptAll(drop_cached=drop))
 
     @rule(steps=st.integers(1, 12))
     def run(self, steps: int) -> None:
@@ -254,7 +255,7 @@ class CoreMachine(RuleBasedStateMachine):
         for seq_id in list(self.loop.scheduler.pinned):
             self.loop.unpin(seq_id)
         for tokens, due in self.expected_prefixes:
-            self.loop.scheduler.cancel_expectation(tokens, Namespace(), due)
+            self.loop.scheduler.apply(CancelExpectation(tokens, Namespace(), due))
         assert not self.loop.scheduler.kv.tree._announced, "an announcement was not taken back"
         check_integrity(self.loop.scheduler)
         assert self.loop.scheduler.kv.pool.num_held == 0

@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from shoal.server.anthropic.schemas import CountRequest, MessagesRequest
 from shoal.server.openai.fields import Common, Sampled
 from shoal.server.openai.responses_schemas import ResponsesRequest
-from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from shoal.server.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+)
 from shoal.server.swarmbench.schemas import PullRequest, RenameRequest, SettingsRequest, StopRequest, SwarmRequest
 from tests.support.live import Live, error_of
 
@@ -21,7 +29,10 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "`POST /v1/chat/completions`": (ChatRequest, Sampled),
     "`POST /v1/completions`": (CompletionRequest, Sampled),
     "`POST /v1/responses`": (ResponsesRequest, Common),
+    "`POST /v1/messages`": (MessagesRequest, CountRequest),
+    "`POST /v1/messages/count_tokens`": (CountRequest, Common),
     "`POST /tokenize`": (TokenizeRequest, None),
+    "`POST /detokenize`": (DetokenizeRequest, None),
     "`POST /models/load`": (LoadRequest, None),
     "`POST /models/unload`": (UnloadRequest, None),
     "`POST /swarmbench/runs`": (SwarmRequest, None),
@@ -42,7 +53,8 @@ def table(section: str) -> dict[str, str]:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_field_is_in_its_table(section: str) -> None:
     model, base = SECTIONS[section]
-    fields = set(model.model_fields) - set(base.model_fields if base is not None else ())
+    own = set(model.__annotations__) & set(model.model_fields)  # also those it declares anew
+    fields = set(model.model_fields) - set(base.model_fields if base is not None else ()) | own
     assert set(table(section)) == fields
 
 

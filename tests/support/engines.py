@@ -6,15 +6,17 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from shoal.config import EngineConfig
+from shoal.core.commands import Add, Command, Commit, Outcome, Schedule
+from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
-from shoal.core.sequence import Progress, Sequence
+from shoal.core.sequence import Ended, Sequence
 from shoal.core.stop import StopChecker
 from shoal.engine.engine import Engine
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import StepLoop
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import ModelSpec, StepPlan, Want
-from shoal.types import Event, Request, Result, SamplingParams
+from shoal.types import Event, Priority, Request, Result, SamplingParams
 
 BLOCK = 4
 
@@ -30,26 +32,39 @@ class Driver:
         self.scheduler = Scheduler(spec(num_blocks, copies_blocks=copies_blocks), EngineConfig(**settings))
         self.now = 0.0
         self.next_token = 1000
-        self.ended: list[Progress] = []
+        self.ended: list[Ended] = []
+        self.checkers: dict[int, StopChecker] = {}
         self._ids = 0
 
-    def add(self, tokens: Seq[int], max_tokens: int = 4, **fields: Any) -> Sequence:
+    def add(
+        self,
+        tokens: Seq[int],
+        max_tokens: int = 4,
+        *,
+        rank: int = 1,
+        arrival: float | None = None,
+        deadline: float | None = None,
+        **fields: Any,
+    ) -> Sequence:
+        """A sequence in line; `deadline` is on the driver's clock, `fields` are of its `RequestSpec`."""
         self._ids += 1
-        checker = StopChecker(SamplingParams(max_tokens=max_tokens), (), lambda token: b"")
-        seq = Sequence(
-            self._ids,
-            list(tokens),
-            prompt_len=len(tokens),
-            max_tokens=max_tokens,
-            checker=checker,
-            greedy=True,
-            **{"arrival": self.now, **fields},
+        arrival = self.now if arrival is None else arrival
+        spec = RequestSpec(
+            prompt=tuple(tokens),
+            sampling=SamplingParams(max_tokens=max_tokens, **fields.pop("sampling", {})),
+            priority=list(Priority)[rank],
+            deadline_s=None if deadline is None else deadline - arrival,
+            **fields,
         )
-        self.scheduler.add(seq)
-        return seq
+        self.checkers[self._ids] = StopChecker(spec.sampling, (), lambda token: b"")
+        self.apply(Add(self._ids, spec, arrival))
+        return self.scheduler.sequence(self._ids)
+
+    def apply(self, command: Command) -> StepPlan | None:
+        return self.scheduler.apply(command)
 
     def plan(self) -> StepPlan:
-        plan = self.scheduler.schedule(self.now)
+        plan = self.apply(Schedule(self.now))
         assert plan is not None
         return plan
 
@@ -60,8 +75,16 @@ class Driver:
                 sampled[item.seq_id] = tuple(self.next_token + i for i in range(plan.chain))
                 self.next_token += plan.chain
         self.now += ms / 1e3
-        self.scheduler.commit(plan, sampled, self.now, ms)
-        self.ended += [p for p in self.scheduler.take_progress() if p.finish is not None]
+        outcomes = {seq_id: self.outcome(seq_id, tokens) for seq_id, tokens in sampled.items()}
+        self.apply(Commit(plan, outcomes, self.now, ms))
+        self.ended += self.scheduler.take_ended()
+
+    def outcome(self, seq_id: int, tokens: tuple[int, ...]) -> Outcome:
+        for count, token in enumerate(tokens, 1):
+            verdict = self.checkers[seq_id].push(token)
+            if verdict.reason is not None:
+                return Outcome(tokens[:count], count, verdict.reason)
+        return Outcome(tokens, len(tokens))
 
     def step(self) -> StepPlan:
         plan = self.plan()
@@ -72,10 +95,10 @@ class Driver:
         while not self.scheduler.idle:
             assert limit > 0, "the scheduler does not come to an end"
             limit -= 1
-            plan = self.scheduler.schedule(self.now)
+            plan = self.apply(Schedule(self.now))
             if plan is not None:
                 self.commit(plan)
-            self.ended += [p for p in self.scheduler.take_progress() if p.finish is not None]
+            self.ended += self.scheduler.take_ended()
 
 
 def fed(plan: StepPlan) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal import Namespace, Request, SamplingParams
 from shoal.core.audit import check_integrity
+from shoal.core.commands import Abort
 from shoal.core.prefix_tree import PrefixTree
 from shoal.runners.fake import FakeRunner
 from tests.support.engines import Driver, finish, toy_loop
@@ -46,9 +47,9 @@ def test_deadlines_of_requests_that_ended_are_forgotten() -> None:
     waiting = driver.add([9], max_tokens=3, deadline=1e9)
     for _ in range(2000):
         seq = driver.add([1, 2, 3], max_tokens=1, deadline=1e9)
-        driver.scheduler.abort(seq.seq_id)
+        driver.apply(Abort(seq.seq_id))
     assert len(driver.scheduler._deadlines) < 200
-    assert (waiting.deadline, waiting.seq_id) in driver.scheduler._deadlines
+    assert (waiting.deadline, waiting.seq_id) in driver.scheduler._deadlines._heap
 
 
 def test_a_thousand_requests_leave_no_table_longer() -> None:

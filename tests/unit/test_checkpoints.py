@@ -24,9 +24,10 @@ class Bench:
         states = [
             self.loop.add(
                 str(i),
-                self.loop.inputs.prepare(Request(prompt_tokens=tuple(p), sampling=SamplingParams(max_tokens=3))),
+                self.loop.inputs.prepare(
+                    Request(prompt_tokens=tuple(p), sampling=SamplingParams(max_tokens=3)), prefill_only=prefill_only
+                ),
                 lambda event: None,
-                prefill_only=prefill_only,
             )
             for i, p in enumerate(prompts)
         ]

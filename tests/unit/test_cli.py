@@ -21,7 +21,7 @@ from shoal.cli.console import describe, human_bytes, printable
 from shoal.cli.main import app
 from shoal.cli.screen import CardGrid, tail
 from shoal.errors import ConfigError, KVBudgetError
-from shoal.models import DEFAULT_MODEL
+from shoal.models import DEFAULT_MODEL, Store
 from shoal.types import SamplingParams
 from tests.support.cli_fake import opened
 from tests.support.tiny_gguf import write_tiny
@@ -188,6 +188,31 @@ def test_models_of_an_empty_store(shoal: Shoal) -> None:
     result = shoal("models", "list")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "no models in" in result.stderr
+    assert json.loads(shoal("models", "list", "--json").stdout) == []
+
+
+def test_models_worth_a_try(shoal: Shoal) -> None:
+    lines = shoal("models", "search", "qwen3", "apache").stdout.splitlines()
+    assert lines
+    assert all("qwen3" in line.lower() and "Apache-2.0" in line for line in lines)
+    told = json.loads(shoal("models", "search", "--json").stdout)
+    sizes = [model["bytes"] for model in told["models"]]
+    assert sizes == sorted(sizes)
+    assert told["models"][0]["name"] == DEFAULT_MODEL
+    store = Store()
+    for model in told["models"]:
+        store.check_name(model["name"])  # each is what `pull` takes
+    nothing = shoal("models", "search", "nobody-has-this")
+    assert (nothing.exit_code, nothing.stdout) == (0, "")
+
+
+def test_models_list_says_what_each_is(shoal: Shoal, tmp_path: Path) -> None:
+    assert shoal("quantize", str(write_tiny(tmp_path / "tiny.gguf", "llama")), "small").exit_code == 0
+    (model,) = json.loads(shoal("models", "list", "--json").stdout)
+    assert model["family"] == "llama"
+    assert model["context_length"] > 0
+    assert (model["runner"] is None) == ("no runner" in shoal("models", "list").stdout)
+    Path(model["path"]).write_bytes(b"GGUF")  # of another size: as good as absent
     assert json.loads(shoal("models", "list", "--json").stdout) == []
 
 

@@ -14,6 +14,7 @@ import pytest
 from shoal import AsyncEngine, Engine, Event, FinishReason, Namespace, PrefixCache, Request, Result, SamplingParams
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.core.commands import PreemptAll
 from shoal.engine.handles import Handle
 from shoal.errors import (
     ConfigError,
@@ -553,7 +554,7 @@ def test_what_is_computed_again_after_a_preemption_is_not_counted_as_new_output(
     )
     for _ in range(4):
         loop.step()
-    loop.scheduler.preempt_all(drop_cached=True)
+    loop.scheduler.apply(PreemptAll(drop_cached=True))
     while not loop.idle:
         loop.step()
     assert sum(record.decode_tokens for record in records) == 9 - 1  # the last is never fed

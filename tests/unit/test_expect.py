@@ -73,9 +73,9 @@ def test_of_an_expected_chain_the_end_goes_before_its_beginning_and_before_neare
 
 def test_the_longest_critical_path_of_a_group_joins_first() -> None:
     driver = Driver(max_batch=1)
-    short = driver.add([1, 2], group="g", path=10)
-    long = driver.add([3, 4], group="g", path=90)
-    other = driver.add([5, 6], group="h", path=1)
+    short = driver.add([1, 2], group="g", critical_path=10)
+    long = driver.add([3, 4], group="g", critical_path=90)
+    other = driver.add([5, 6], group="h", critical_path=1)
     driver.drain()
     order = [p.seq for p in driver.ended]
     assert order.index(long) < order.index(short), "inside a group the longest path goes first"
@@ -84,9 +84,9 @@ def test_the_longest_critical_path_of_a_group_joins_first() -> None:
 
 def test_ageing_lifts_a_short_path_past_long_ones() -> None:
     driver = Driver(max_batch=1, ageing_s=1.0)
-    old = driver.add([1, 2], group="g", path=1, arrival=0.0)
+    old = driver.add([1, 2], group="g", critical_path=1, arrival=0.0)
     driver.now = 5.0
-    driver.add([3, 4], group="g", path=99)
+    driver.add([3, 4], group="g", critical_path=99)
     driver.drain()
     assert driver.ended[0].seq is old
 

@@ -13,12 +13,13 @@ import pytest
 import shoal
 
 ROOT = Path(shoal.__file__).parent
-BASE = {"types", "errors", "config", "names", "processes", "splitmix"}
+BASE = {"types", "errors", "config", "names", "processes", "splitmix", "wire"}
 MAY_SEE = {
     "errors": set(),
     "names": set(),
     "processes": set(),
     "splitmix": set(),
+    "wire": {"errors"},
     "types": {"errors", "names"},
     "config": {"errors", "names", "types"},
     "core": BASE | {"runners.plan"},

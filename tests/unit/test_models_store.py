@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib import metadata
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import huggingface_hub
@@ -340,11 +341,12 @@ class FakeHub:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *files: str) -> None:
         self.files, self.broken, self.patterns = list(files), cast(Exception | None, None), cast(list[str], [])
+        self.size = 1
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def list_repo_files(self, repo: str) -> list[str]:
-        return self.files
+    def list_repo_tree(self, repo: str, *, recursive: bool) -> list[SimpleNamespace]:
+        return [SimpleNamespace(path="sub"), *(SimpleNamespace(path=name, size=self.size) for name in self.files)]
 
     def download(self, repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
         self.patterns = allow_patterns
@@ -379,8 +381,44 @@ def test_hub_gguf(toys: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toys.info("org/name:sub/m.Q8_0.gguf").path == files.path
     with pytest.raises(ModelNotFoundError, match="no file"):
         toys.pull("org/name:none.gguf")
-    FakeHub(monkeypatch, "only.gguf", "model.safetensors")
+    FakeHub(monkeypatch, "only.gguf", "model.safetensors", "mmproj-F16.gguf")
     assert toys.pull("org/one").path.name == "only.gguf"
+
+
+def test_hub_gguf_by_a_part_of_its_name(toys: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeHub(monkeypatch, "m-Q4_0.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
+    assert toys.pull("org/name:q4_k_m").path.name == "m-Q4_K_M.gguf"
+    with pytest.raises(ModelNotFoundError, match="2 GGUF models"):
+        toys.pull("org/name:Q4")
+    with pytest.raises(ModelNotFoundError, match="no file 'Q2'") as caught:
+        toys.pull("org/name:Q2")
+    assert "m-Q8_0.gguf" in str(caught.value)
+
+
+def test_hub_gguf_in_parts(toys: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [f"q4/m-{number:05}-of-00003.gguf" for number in (2, 3, 1)]
+    FakeHub(monkeypatch, *parts, "q8/m.gguf")
+    for name in ("org/name:q4", f"org/name:{parts[0]}"):
+        files = toys.pull(name)
+        assert files.path.name == "m-00001-of-00003.gguf"
+        assert [path.name for path in files.weights] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+        assert toys.resolve(name) == files
+    files.weights[2].unlink()  # as good as absent: the next pull mends it
+    assert toys.pull(name).weights[2].exists()
+    FakeHub(monkeypatch, *parts[:2])
+    with pytest.raises(ModelNotFoundError):
+        toys.pull("org/lacking:q4")
+    FakeHub(monkeypatch, parts[0], parts[2])
+    with pytest.raises(ModelFormatError, match="lacks q4/m-00003"):
+        toys.pull("org/lacking:q4")
+
+
+def test_the_hub_sends_nothing_that_does_not_fit(toys: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_ = FakeHub(monkeypatch, "m.gguf")
+    hub_.size = 10**18
+    with pytest.raises(StoreError, match="MB are needed"):
+        toys.pull("org/name")
+    assert not hub_.patterns
 
 
 def test_hub_other_forms(toys: Store, monkeypatch: pytest.MonkeyPatch) -> None:

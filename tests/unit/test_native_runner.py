@@ -297,7 +297,7 @@ def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pyt
         ([item([1], 0, (1,), Want.ARGMAX)], {"chain": 65}, "chain"),
         ([item([1], 31, (1,), Want.ARGMAX)], {"chain": 2}, "block table ends"),
         ([item([1], 0, (1,), Want.TOP)], {}, "the best 0 tokens"),
-        ([replace(item([1], 0, (1,), Want.TOP), top=131)], {}, "the best 131 tokens"),
+        ([item([1], 0, (1,), Want.TOP)._replace(top=131)], {}, "the best 131 tokens"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(
@@ -356,7 +356,7 @@ def test_what_is_not_finite_stays_in_its_sequence(blocks: Path, isa: str, kv: Kv
     good = item([1, 2, 3], 0, (4,), seq_id=1)
     expected = run(made, good)
     bad = item([1, 7, 3], 0, (5,), Want.ARGMAX, seq_id=2)
-    few = replace(item([1, 7, 3], 0, (12,), Want.TOP, seq_id=4), top=5)
+    few = item([1, 7, 3], 0, (12,), Want.TOP, seq_id=4)._replace(top=5)
     output = made.execute(StepPlan(0, (good, bad, item([9], 0, (6,), Want.ARGMAX, seq_id=3), few)))
     assert output.argmax[2] == (-1,)
     assert [len(part) for part in output.top[4]] == [0, 0]

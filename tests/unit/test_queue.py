@@ -1,16 +1,22 @@
 from __future__ import annotations
 
-from typing import Any
-
 from shoal.core.queue import WaitingQueue
+from shoal.core.request import RequestSpec
 from shoal.core.sequence import Sequence
-from shoal.core.stop import StopChecker
-from shoal.types import SamplingParams
+from shoal.types import Priority, SamplingParams
 
 
-def seq(seq_id: int, **fields: Any) -> Sequence:
-    checker = StopChecker(SamplingParams(), (), lambda token: b"")
-    return Sequence(seq_id, [1], prompt_len=1, max_tokens=9, checker=checker, greedy=True, **fields)
+def seq(
+    seq_id: int, *, rank: int = 1, arrival: float = 0.0, deadline: float | None = None, group: str = ""
+) -> Sequence:
+    spec = RequestSpec(
+        prompt=(1,),
+        sampling=SamplingParams(max_tokens=9),
+        priority=list(Priority)[rank],
+        deadline_s=None if deadline is None else deadline - arrival,
+        group=group,
+    )
+    return Sequence(seq_id, spec, arrival=arrival)
 
 
 def queue_of(*seqs: Sequence) -> WaitingQueue:

@@ -2,13 +2,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from shoal import Request, SamplingParams
+from shoal import FinishReason, Namespace, Priority, Request, SamplingParams
+from shoal.core.commands import (
+    Abort,
+    Add,
+    CancelExpectation,
+    Command,
+    Commit,
+    Defer,
+    Expect,
+    Fail,
+    Outcome,
+    PreemptAll,
+    Schedule,
+    SetMaxStall,
+    Share,
+    Unpin,
+)
+from shoal.core.request import RequestSpec
 from shoal.engine.record import replay
-from shoal.errors import ModelFormatError, StoreError
+from shoal.errors import InvalidRequestError, ModelFormatError, RunnerError, StoreError
 from shoal.runners.fake import FakeRunner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.wire import from_json, to_json
 from tests.support.engines import toy_engine
 
 SHARED = "the same beginning " * 8
@@ -41,6 +61,43 @@ def test_a_replay_plans_every_step_the_same(tmp_path: Path) -> None:
     assert {reason for step in steps for _, reason in step.left} >= {"stop"}
 
 
+def test_every_command_comes_back_from_its_line(tmp_path: Path) -> None:
+    """A command that the record could not tell would be lost to the replay."""
+    sampling = SamplingParams(max_tokens=3, temperature=0.5, logit_bias={7: -1.5}, stop=("a", "b"), stop_token_ids=(4,))
+    space = Namespace("task", "agent", 3)
+    spec = RequestSpec(prompt=(1, 2), sampling=sampling, id="r", priority=Priority.LOW, namespace=space, deadline_s=2.5)
+    item = ScheduledSequence(1, (1, 2), 0, (3, 4), Want.TOP, 1, load=None, save=2, top=5)
+    plan = StepPlan(9, (item,), copies=((1, 2),), chain=2)
+    commands: list[Command] = [
+        Add(1, spec, 0.25, (5, 6), 1),
+        Abort(1, FinishReason.TIMEOUT),
+        Schedule(1.5),
+        Commit(plan, {1: Outcome((7, 8), 1, FinishReason.STOP), 2: Outcome((1,), 1)}, 2.5, 3.5),
+        Share(1),
+        Unpin(1),
+        Expect((1, 2), space, 4),
+        CancelExpectation((1, 2), space, 4),
+        PreemptAll(drop_cached=True),
+        Defer(True),
+        SetMaxStall(20.0),
+    ]
+    for command in commands:
+        assert from_json(json.loads(json.dumps(to_json(command))), type(command)) == command
+    fail = Fail((1, 2), RunnerError("device lost", hint="load it again"))
+    assert str(from_json(to_json(fail), Fail).error) == "device lost: load it again"
+    assert {type(command) for command in [*commands, fail]} == set(get_args(Command))
+
+
+def test_what_comes_back_is_checked() -> None:
+    assert from_json({"max_tokens": 3}, SamplingParams) == SamplingParams(max_tokens=3)
+    with pytest.raises(ValueError, match="max_tokens"):
+        from_json({"max_tokens": "3"}, SamplingParams)
+    with pytest.raises(InvalidRequestError, match="max_tokens"):
+        from_json({"max_tokens": -3}, SamplingParams)
+    with pytest.raises(ValueError, match="prompt"):
+        from_json({"sampling": {}}, RequestSpec)
+
+
 def test_a_replay_notices_another_schedule(tmp_path: Path) -> None:
     recorded(tmp_path / "log")
     lines = (tmp_path / "log").read_text().splitlines()
@@ -53,9 +110,20 @@ def test_a_replay_notices_another_schedule(tmp_path: Path) -> None:
 def test_broken_and_missing_records_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no record can be read"):
         list(replay(tmp_path / "none"))
-    (tmp_path / "broken").write_text('{"kind": "begin"}\n')
-    with pytest.raises(ModelFormatError, match="is broken"):
-        list(replay(tmp_path / "broken"))
+    recorded(tmp_path / "log")
+    lines = (tmp_path / "log").read_text().splitlines()
+    for damage in (
+        ['{"kind": "begin", "version": 2}'],
+        [],
+        [*lines[:3], '{"kind": "Sing"}'],
+        [*lines[:3], lines[3][:-9]],
+    ):
+        (tmp_path / "broken").write_text("\n".join(damage))
+        with pytest.raises(ModelFormatError, match="is broken"):
+            list(replay(tmp_path / "broken"))
+    (tmp_path / "old").write_text('{"kind": "begin", "spec": {}, "config": {}}\n')
+    with pytest.raises(ModelFormatError, match="has version 1 and this release reads version 2"):
+        list(replay(tmp_path / "old"))
     with pytest.raises(StoreError, match="cannot be written"):
         toy_engine(record=str(tmp_path / "no" / "dir" / "log"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.audit import check_integrity
+from shoal.core.commands import Abort, Fail, PreemptAll, Unpin
 from shoal.core.sequence import Status
 from shoal.errors import KVBudgetError, RunnerError
 from shoal.runners.plan import StepPlan, Want
@@ -122,7 +123,7 @@ def test_followers_go_on_when_their_leader_goes_away() -> None:
     follower = driver.add([*trunk, 501], max_tokens=1)
     driver.step()
     assert follower.status is Status.WAITING
-    driver.scheduler.abort(leader.seq_id)
+    driver.apply(Abort(leader.seq_id))
     driver.drain()
     assert follower.cached_tokens == 16
     assert follower.computed_tokens == 25
@@ -182,7 +183,7 @@ def test_a_preempted_sequence_finds_its_prefix_again() -> None:
     seq = driver.add(P, max_tokens=5)
     driver.step()
     driver.step()
-    driver.scheduler.preempt_all()
+    driver.apply(PreemptAll())
     assert (seq.status, seq.computed) == (Status.WAITING, 0)
     plan = driver.step()
     assert plan.sequences[0].start == 11  # all but the token that was still to be fed
@@ -194,7 +195,7 @@ def test_dropped_kv_is_computed_again_from_the_start() -> None:
     driver = Driver(32)
     seq = driver.add(P, max_tokens=5)
     driver.step()
-    driver.scheduler.preempt_all(drop_cached=True)
+    driver.apply(PreemptAll(drop_cached=True))
     assert driver.scheduler.kv.pool.num_free == 32
     plan = driver.step()
     assert (plan.sequences[0].start, len(plan.sequences[0].tokens)) == (0, 11)
@@ -239,7 +240,7 @@ def test_deadlines_end_waiting_and_running_ones() -> None:
 def test_a_timeout_counts_from_joining() -> None:
     driver = Driver(max_batch=1)
     driver.add([1, 2], max_tokens=10)
-    second = driver.add([3, 4], max_tokens=99, timeout=0.005)
+    second = driver.add([3, 4], max_tokens=99, timeout_s=0.005)
     driver.drain()
     assert driver.ended[-1].finish is FinishReason.TIMEOUT
     assert 4 <= len(second.tokens) - 2 <= 6
@@ -266,7 +267,7 @@ def test_a_pinned_prefix_is_kept_and_one_that_cannot_fit_beside_it_is_told() -> 
     hit = driver.add(list(range(9)), max_tokens=1)
     driver.drain()
     assert hit.cached_tokens == 8
-    driver.scheduler.unpin(pin.seq_id)
+    driver.apply(Unpin(pin.seq_id))
     assert driver.scheduler.kv.pool.num_held == 0
     check_integrity(driver.scheduler)
 
@@ -281,7 +282,7 @@ def test_a_prefix_that_is_there_already_can_be_pinned_again(length: int) -> None
     assert fed(plan) == {pins[1].seq_id: 1}  # every sequence of a step feeds at least one token
     assert [p.finish for p in driver.ended] == [FinishReason.STOP] * 2
     for pin in pins:
-        driver.scheduler.unpin(pin.seq_id)
+        driver.apply(Unpin(pin.seq_id))
     assert driver.scheduler.kv.pool.num_held == 0
     check_integrity(driver.scheduler)
 
@@ -291,7 +292,7 @@ def test_what_a_failed_pass_wrote_is_forgotten() -> None:
     driver.add(list(range(24)))
     driver.step()  # 16 tokens are in the tree
     plan = driver.plan()
-    driver.scheduler.fail(plan, RunnerError("broken"))
+    driver.apply(Fail(tuple(fed(plan)), RunnerError("broken")))
     assert driver.scheduler.idle
     assert len(driver.scheduler.kv.tree) == 0
     fresh = driver.add(list(range(24)), max_tokens=1)
@@ -306,7 +307,7 @@ def test_a_poisoned_row_keeps_what_it_shared_and_drops_what_it_computed() -> Non
     seq = driver.add([*P[:8], 50, 51, 52, 53, 54], max_tokens=4)
     driver.step()
     assert seq.shared_blocks == 2
-    driver.scheduler.fail_sequence(seq.seq_id, RunnerError("nan"))
+    driver.apply(Fail((seq.seq_id,), RunnerError("nan")))
     assert sorted(node.block for node in driver.scheduler.kv.tree.walk()) == [0, 1]
     check_integrity(driver.scheduler)
 
@@ -355,9 +356,9 @@ def test_abort_frees_everything_wherever_it_strikes(where: str) -> None:
     for _ in range({"queue": 0, "prefill": 1, "decode": 4}[where]):
         driver.step()
     neighbours = len(driver.scheduler.running) - (seq.status is Status.RUNNING)
-    driver.scheduler.abort(seq.seq_id)
-    driver.scheduler.abort(seq.seq_id)
-    ends = [p for p in driver.scheduler.take_progress() if p.finish is not None]
+    driver.apply(Abort(seq.seq_id))
+    driver.apply(Abort(seq.seq_id))
+    ends = driver.scheduler.take_ended()
     assert [(p.seq, p.finish) for p in ends] == [(seq, FinishReason.ABORTED)]
     assert len(driver.scheduler.running) == neighbours
     check_integrity(driver.scheduler)

@@ -96,6 +96,7 @@ WAYS = [
     "{{ {'user': '<|im_start|>'}['user'] }}{{ {'a': '<|end|>'}.get('a', x) }}{{ {}.get('a', x) }}",
     "{% filter upper %}{{ x }}{% endfilter %}",
     "{% macro m() %}{{ caller() }}<|end|>{% endmacro %}{% call m() %}{{ x }}{% endcall %}",
+    "{{ {'a': [x, x]} | tojson(indent=4) | indent(8) }}{{ (x ~ '\n' ~ x) | indent(4, first=true) }}",
     "{{ x | wordwrap(3) }}{{ x | truncate(9) }}{{ x | urlencode }}{{ x | striptags }}{{ x | pprint }}",
     "{{ '<|end|>' if x == 'no' else '<|im_end|>' }}{{ x in ['a'] }}{{ x | length }}{{ x is string }}",
 ]

@@ -69,7 +69,7 @@ def test_what_the_graph_asks_is_what_is_said_here(plain: Engine) -> None:
     for card in swarm.cards:
         chat = swarm_messages("Why {question} and {not}?", card.specialist)
         assert card.handle is not None
-        assert list(card.handle.prepared.tokens) == ByteTokenizer().encode_messages(chat)
+        assert list(card.handle.prompt_tokens) == ByteTokenizer().encode_messages(chat)
 
 
 def test_each_agent_draws_from_a_seed_of_its_own(plain: Engine) -> None:

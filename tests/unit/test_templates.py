@@ -57,13 +57,16 @@ def test_messages_are_not_changed() -> None:
 
 
 def test_tool_calls() -> None:
-    source = "{% for c in messages[0].tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    source = "{{ tools | tojson if tools }}"
+    source += "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    source += "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
     call = {"function": {"name": "f", "arguments": '{"čas": "<5>"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert ChatTemplate(source).render([message]) == 'f{"čas": "<5>"}'
     call["function"] = {"name": "f", "arguments": "{not json"}
     assert ChatTemplate(source).render([message]) == 'f"{not json"'
-    assert ChatTemplate(CHATML).render([message]).startswith("<|im_start|>assistant\n<|im_end|>")
+    written = '<tool_call>\n{"name": "f", "arguments": "{not json"}\n</tool_call>'
+    assert ChatTemplate(CHATML).render([message]).startswith(f"<|im_start|>assistant\n{written}<|im_end|>")
 
 
 def test_variables_and_helpers() -> None:
@@ -74,6 +77,8 @@ def test_variables_and_helpers() -> None:
     text = template.render(USER, tools=[{"name": "f"}], thinking=7)
     assert text == '<s>[\n {\n  "name": "f"\n }\n]7' + str(datetime.now().year) + "True"
     assert ChatTemplate("{{ tools is none }}").render(USER, tools=[]) == "True"
+    with pytest.raises(InvalidRequestError, match="no calls"):
+        template.render([*USER, {"role": "tool", "content": "x"}])
 
 
 def test_blocks_are_trimmed_and_extensions_known() -> None:

@@ -188,7 +188,7 @@ class Swarm:
     def summary(self, now: float | None = None) -> Summary:
         """Numbers of the agents, without the synthesis, up to the last end or, while agents run, up to `now`."""
         ended = self._ended if now is None or all(card.finished for card in self.cards) else now
-        prompts = [card.handle.prepared.tokens for card in self.cards if card.handle is not None]
+        prompts = [card.handle.prompt_tokens for card in self.cards if card.handle is not None]
         shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
         return Summary(
             tokens=sum(card.tokens for card in self.cards),

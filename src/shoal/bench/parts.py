@@ -82,8 +82,7 @@ def scheduler(bench: Bench) -> dict[str, Any]:
 
         return wrapper
 
-    loop.scheduler.schedule = timed(loop.scheduler.schedule)  # type: ignore[method-assign]
-    loop.scheduler.commit = timed(loop.scheduler.commit)  # type: ignore[method-assign]
+    loop.scheduler.apply = timed(loop.scheduler.apply)  # type: ignore[method-assign]
     shares, per_step = [], []
     for number in range(bench.runs + 1):
         for i, job in enumerate(bench.jobs(32, 40, _STEPS, seed=number)):

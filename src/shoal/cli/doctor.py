@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from shoal.cli import options
 from shoal.cli.console import human_bytes, note, print_json
-from shoal.errors import BackendError, ModelNotFoundError
+from shoal.errors import BackendError, ModelNotFoundError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -73,6 +74,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
         yield "memory", {"model": None}
         yield "self_check", {"status": "skipped", "detail": missing}
         return
+    yield "needs", _needs(model)
     from shoal.engine.engine import Engine
 
     note(f"loading {model}")
@@ -119,6 +121,23 @@ def _card(runner: str | None, model: str | None = None) -> RunnerCard | None:
     store = Store()
     files = store.resolve(model, pull=False)
     return describe_runner(runner, LocalModel.read(files), EngineConfig(), store.cache_dir(files.key))
+
+
+def _needs(model: str) -> dict[str, Any]:
+    """What a model needs of memory, read off its header: no weight is loaded."""
+    from shoal.models import Store, families
+    from shoal.models.needs import needs
+    from shoal.runners.registry import LocalModel
+
+    local = LocalModel.read(Store().resolve(model, pull=False))
+    facts: dict[str, Any] = {"model": model, "file_bytes": local.file_bytes}
+    if local.gguf is None:
+        return {**facts, "why": f"only GGUF files tell it; this is {local.files.kind}"}
+    try:
+        need = needs(families.describe(local.gguf), kv_element_bytes=2)
+    except UnsupportedModelError as error:
+        return {**facts, "why": error.message}
+    return facts | dataclasses.asdict(need)
 
 
 def _precision(card: RunnerCard | None) -> dict[str, Any]:
@@ -253,6 +272,15 @@ def _show_power(facts: dict[str, Any]) -> str:
     return f"\n{'':11}".join([*lines, *([f"not readable: {', '.join(missing)}"] if missing else [])])
 
 
+def _show_needs(facts: dict[str, Any]) -> str:
+    weights = f"weights {human_bytes(facts['file_bytes'])} in the file"
+    if "why" in facts:
+        return f"{weights}; the rest is not known: {facts['why']}"
+    kv = f"KV {human_bytes(facts['kv_context_bytes'])} for a sequence of {facts['context_length']:,} tokens in bf16"
+    states = f", states {human_bytes(facts['state_bytes'])} a sequence" if facts["state_bytes"] else ""
+    return f"{weights}, {kv} ({human_bytes(facts['kv_token_bytes'])} a token){states}"
+
+
 def _show_memory(facts: dict[str, Any]) -> str:
     if facts["model"] is None:
         return "unknown until a model is loaded"
@@ -274,6 +302,7 @@ _SHOW = {
     "precision": _show_precision,
     "store": _show_store,
     "power": _show_power,
+    "needs": _show_needs,
     "memory": _show_memory,
     "self_check": _show_check,
     "isolation": _show_check,

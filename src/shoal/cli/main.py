@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.cli import bench, compare, doctor, graph, models, quantize, replay, run, serve, swarm, trace
+from shoal.cli import bench, compare, conform, doctor, graph, models, quantize, replay, run, serve, swarm, trace
 from shoal.cli.console import describe
 from shoal.errors import ShoalError
 
@@ -51,6 +51,7 @@ app.command("trace")(trace.trace)
 app.command("serve")(serve.serve)
 app.command("quantize")(quantize.quantize)
 app.command("compare")(compare.compare)
+app.command("conform")(conform.conform)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
 app.add_typer(bench.app, name="bench")

@@ -57,7 +57,7 @@ class KVCacheManager:
     def announce(self, seq: Sequence) -> None:
         """Let the tree spare what this waiting sequence will need."""
         if self.sharing:
-            seq.hashes = self.tree.path_hashes(self.tree_tokens(seq), seq.namespace)
+            seq.hashes = self.tree.path_hashes(self.tree_tokens(seq), seq.spec.namespace)
             self.tree.announce(seq.hashes)
 
     def withdraw(self, seq: Sequence) -> None:
@@ -75,11 +75,11 @@ class KVCacheManager:
         if self.sharing:
             # One token is left to compute, for its logits; a step feeds each at least one.
             limit = seq.scored if seq.scoring else len(seq.tokens) - 1
-            match = self.tree.match(self.tree_tokens(seq), seq.namespace, limit=limit)
+            match = self.tree.match(self.tree_tokens(seq), seq.spec.namespace, limit=limit)
             if match.tail is not None and not self._fits(seq, match, spare):
                 # The source of a copy is a block more than the sequence itself needs: it may do without.
                 limit = len(match.blocks) * self.block_size
-                match = self.tree.match(self.tree_tokens(seq), seq.namespace, limit=limit)
+                match = self.tree.match(self.tree_tokens(seq), seq.spec.namespace, limit=limit)
         if not self._fits(seq, match, spare):
             return None
         self.pool.hold(match.held)
@@ -110,7 +110,7 @@ class KVCacheManager:
             return []
         size, length = self.block_size, len(seq.tokens)
         marks = {(length - 1) // size * size, match.known // size * size}
-        if seq.prefill_only:
+        if seq.spec.prefill_only:
             marks.add(length)
         return sorted(mark for mark in marks if mark > seq.computed)
 
@@ -147,7 +147,7 @@ class KVCacheManager:
             return "scored"
         if match.known > match.tokens:
             return "checkpoint"
-        return self.tree.miss_reason(seq.hashes, seq.namespace, match.tokens)
+        return self.tree.miss_reason(seq.hashes, seq.spec.namespace, match.tokens)
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
         """Give the sequence blocks for its first `tokens` positions, evicting what is only cached; False if too few."""
@@ -175,7 +175,7 @@ class KVCacheManager:
         end = seq.computed if tail else full * self.block_size
         if end <= seq.indexed * self.block_size:
             return
-        standing = self.tree.insert(self.tree_tokens(seq)[:end], seq.blocks[: self.blocks_for(end)], seq.namespace)
+        standing = self.tree.insert(self.tree_tokens(seq)[:end], seq.blocks[: self.blocks_for(end)], seq.spec.namespace)
         for i in range(seq.indexed, full):
             if standing[i] != seq.blocks[i]:  # somebody computed the same tokens meanwhile: hold theirs, once
                 self._swap(seq, i, standing[i])

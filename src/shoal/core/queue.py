@@ -7,6 +7,7 @@ from bisect import insort
 from collections.abc import Iterator
 
 from shoal.core.sequence import RANKS, Sequence
+from shoal.types import Priority
 
 _HORIZON = 10  # a request without a deadline is taken to have one of this many ageing periods
 
@@ -36,33 +37,33 @@ class WaitingQueue:
 
     def join(self, seq: Sequence) -> None:
         """A sequence enters the engine; it is not in the queue before `push`."""
-        if seq.group not in self._service:
-            self._service[seq.group] = min(self._service.values(), default=0.0)
-        self._members[seq.group] = self._members.get(seq.group, 0) + 1
+        if seq.spec.group not in self._service:
+            self._service[seq.spec.group] = min(self._service.values(), default=0.0)
+        self._members[seq.spec.group] = self._members.get(seq.spec.group, 0) + 1
 
     def leave(self, seq: Sequence) -> None:
         """A sequence left the engine; a group without members is forgotten."""
-        self._members[seq.group] -= 1
-        if self._members[seq.group] == 0:
-            del self._members[seq.group], self._service[seq.group]
+        self._members[seq.spec.group] -= 1
+        if self._members[seq.spec.group] == 0:
+            del self._members[seq.spec.group], self._service[seq.spec.group]
 
     def serve(self, seq: Sequence, tokens: int) -> None:
         """Book `tokens` fed for the sequence's group."""
-        self._service[seq.group] += tokens
+        self._service[seq.spec.group] += tokens
 
     def service(self, seq: Sequence) -> float:
         """Tokens fed for the sequence's group so far."""
-        return self._service[seq.group]
+        return self._service[seq.spec.group]
 
     def push(self, seq: Sequence) -> None:
         """Put a sequence in line. A preempted one comes before its equals, since it arrived before them."""
         due = min(seq.deadline, seq.arrival + _HORIZON * self._ageing_s)
-        insort(self._lanes.setdefault((seq.rank, seq.group, seq.path), []), (due, seq.seq_id, seq))
+        insort(self._lanes.setdefault((seq.rank, seq.spec.group, seq.spec.critical_path), []), (due, seq.seq_id, seq))
         self._length += 1
 
     def remove(self, seq: Sequence) -> None:
         """Take a waiting sequence out."""
-        key = (seq.rank, seq.group, seq.path)
+        key = (seq.rank, seq.spec.group, seq.spec.critical_path)
         lane = self._lanes[key]
         lane.pop(next(i for i, entry in enumerate(lane) if entry[2] is seq))
         if not lane:
@@ -77,7 +78,7 @@ class WaitingQueue:
         """Waiting sequences in the order they should join. End the iteration before changing the queue."""
         heads = []
         for (rank, group, path), lane in self._lanes.items():
-            if self.deferring and rank >= RANKS["low"]:
+            if self.deferring and rank >= RANKS[Priority.LOW]:
                 continue
             due, tie, seq = lane[0]
             heads.append((self.rank(seq, now), self._service[group], -path, due, tie, 0, lane))

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Mapping
+from collections.abc import Callable
+from operator import attrgetter
 
 from shoal.config import EngineConfig
+from shoal.core.commands import (
+    Abort,
+    Add,
+    CancelExpectation,
+    Command,
+    Commit,
+    Defer,
+    Expect,
+    Fail,
+    PreemptAll,
+    Schedule,
+    SetMaxStall,
+    Share,
+    Unpin,
+)
+from shoal.core.deadlines import Deadlines
 from shoal.core.kv import KVCacheManager
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
 from shoal.core.pacing import Pacer
 from shoal.core.queue import WaitingQueue
-from shoal.core.sequence import Progress, Sequence, Status
+from shoal.core.sequence import Ended, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
-from shoal.types import FinishReason, Namespace
+from shoal.types import FinishReason, SamplingParams
+
+_urgency = attrgetter("urgency")
 
 
 class Scheduler:
     """Plans steps and takes their outcome into the books.
 
-    `schedule` -> run the plan -> `commit` (or `fail`); aborts and additions come in between. All of it on one
-    thread; times are on the caller's clock. What happened to sequences collects in an outbox, `take_progress`:
-    each sequence ends in exactly one entry with a `finish`. Sequences whose per-sequence state a runner should
-    drop collect in `take_released`.
+    `Schedule` -> run the plan -> `Commit` (or `Fail`); other commands come in between. All of it on one thread; times
+    are on the caller's clock. Each sequence ends exactly once, which `take_ended` tells. Sequences whose per-sequence
+    state a runner should drop collect in `take_released`.
     """
 
-    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+    def __init__(self, spec: ModelSpec, config: EngineConfig, log: Callable[[Command], None] | None = None) -> None:
+        """`log` is told of every command before it is carried out."""
         self.spec = spec
         self.config = config
         self.kv = KVCacheManager(spec, config)
@@ -37,18 +54,43 @@ class Scheduler:
         self.pinned: dict[SeqId, list[BlockId]] = {}  # blocks held for prefixes, by the sequence that computed them
         self.preemptions = 0
         self._by_id: dict[SeqId, Sequence] = {}
-        self._deadlines: list[tuple[float, SeqId]] = []
+        self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
-        self._progress: list[Progress] = []
+        self._ended: list[Ended] = []
         self._released: list[SeqId] = []
-        self._max_top = min(spec.max_top, spec.vocab_size - 1)
         self._rows = 0  # of logits that a step may still give to sequences that are scored
         self._step = 0
         self._admissions = 0
+        self._log = log
 
-    def set_max_stall(self, ms: float) -> None:
-        """Change the stall bound for the steps to come."""
-        self.pacer.max_stall_ms = ms
+    def apply(self, command: Command) -> StepPlan | None:
+        """Carry out one command: the only way to change a scheduler. `Schedule` gives a plan, or None."""
+        if self._log is not None:
+            self._log(command)
+        match command:
+            case Schedule():
+                return self._schedule(command.now)
+            case Commit():
+                self._commit(command)
+            case Add():
+                self._add(command)
+            case Abort():
+                self._abort(command)
+            case Fail():
+                self._fail(command)
+            case Share():
+                self._share(command.seq_id)
+            case Unpin():
+                self.kv.tree.release(self.pinned.pop(command.seq_id, []))
+            case Expect() | CancelExpectation():
+                self._announce(command)
+            case PreemptAll():
+                self._preempt_all(drop_cached=command.drop_cached)
+            case Defer():
+                self.queue.deferring = command.deferring
+            case SetMaxStall():
+                self.pacer.max_stall_ms = command.ms
+        return None
 
     # -- coming and going ---------------------------------------------------------------------------------------
 
@@ -65,25 +107,13 @@ class Scheduler:
         """Sequences whose blocks-to-be others may wait for."""
         return self._leaders.seq_ids
 
-    def add(self, seq: Sequence) -> None:
-        """Put a new sequence in line. It must be able to fit the pool when it is alone."""
-        self._by_id[seq.seq_id] = seq
-        self.queue.join(seq)
-        self.kv.announce(seq)
-        self._note_deadline(seq)
-        self.queue.push(seq)
+    def sequence(self, seq_id: SeqId) -> Sequence:
+        """A sequence that waits or runs. KeyError when it has ended."""
+        return self._by_id[seq_id]
 
-    def abort(
-        self, seq_id: SeqId, reason: FinishReason = FinishReason.ABORTED, error: ShoalError | None = None
-    ) -> None:
-        """End a sequence wherever it stands. Nothing happens when it has ended already."""
-        seq = self._by_id.get(seq_id)
-        if seq is not None:
-            self._end(seq, reason, error)
-
-    def take_progress(self) -> list[Progress]:
-        """What happened since the last call."""
-        taken, self._progress = self._progress, []
+    def take_ended(self) -> list[Ended]:
+        """Sequences that ended since the last call."""
+        taken, self._ended = self._ended, []
         return taken
 
     def take_released(self) -> list[SeqId]:
@@ -91,9 +121,37 @@ class Scheduler:
         taken, self._released = self._released, []
         return taken
 
-    def _end(
-        self, seq: Sequence, reason: FinishReason, error: ShoalError | None = None, progress: Progress | None = None
-    ) -> None:
+    def _add(self, command: Add) -> None:
+        seq = Sequence(
+            command.seq_id, command.spec, arrival=command.arrival, written=command.written, scored=command.scored
+        )
+        seq.want = self._want(command.spec.sampling)
+        self._by_id[seq.seq_id] = seq
+        self.queue.join(seq)
+        self.kv.announce(seq)
+        self._deadlines.note(seq)
+        self.queue.push(seq)
+
+    def _want(self, sampling: SamplingParams) -> tuple[Want, int]:
+        """What the next token of a request is chosen from, and for TOP how many logits."""
+        if sampling.greedy:
+            return Want.ARGMAX, 0
+        most = min(self.spec.max_top, self.spec.vocab_size - 1)
+        return (Want.TOP, sampling.top) if 0 < sampling.top <= most else (Want.LOGITS, 0)
+
+    def _abort(self, command: Abort) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is not None:
+            self._end(seq, command.reason, command.error)
+
+    def _fail(self, command: Fail) -> None:
+        for seq_id in command.seq_ids:
+            seq = self._by_id.get(seq_id)
+            if seq is not None:
+                self.kv.invalidate(seq)
+                self._end(seq, FinishReason.ERROR, command.error)
+
+    def _end(self, seq: Sequence, reason: FinishReason, error: ShoalError | None = None) -> None:
         """The only way out: leave queue or batch, free what was held, and say so once."""
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
@@ -103,9 +161,7 @@ class Scheduler:
         seq.status = Status.FINISHED
         self.queue.leave(seq)
         del self._by_id[seq.seq_id]
-        if progress is None:
-            progress = Progress(seq, (), seq.checker.flush(), reason, error)
-        self._progress.append(progress)
+        self._ended.append(Ended(seq, reason, error))
 
     def _leave_batch(self, seq: Sequence) -> None:
         self.kv.give_back(seq)
@@ -123,54 +179,44 @@ class Scheduler:
         self.kv.announce(seq)
         self.queue.push(seq)
 
-    def defer(self, deferring: bool) -> None:
-        """Let waiting sequences of class low join no more, or again; those that run go on."""
-        self.queue.deferring = deferring
+    def _announce(self, command: Expect | CancelExpectation) -> None:
+        if not self.config.prefix_sharing:
+            return
+        hashes = self.kv.tree.path_hashes(command.tokens, command.namespace)
+        tell = self.kv.tree.announce if isinstance(command, Expect) else self.kv.tree.withdraw
+        tell(hashes, command.due)
 
-    def unpin(self, seq_id: SeqId) -> None:
-        """Let go of a prefix that a `prefill_only` sequence computed; its blocks stay cached while there is room."""
-        self.kv.tree.release(self.pinned.pop(seq_id, []))
-
-    def expect(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
-        """A prefix will be needed in about step `due`: it is evicted last. `cancel_expectation` takes that back."""
-        if self.config.prefix_sharing:
-            self.kv.tree.announce(self.kv.tree.path_hashes(tokens, namespace), due)
-
-    def cancel_expectation(self, tokens: tuple[int, ...], namespace: Namespace, due: int) -> None:
-        """Take back what `expect` was told with the same arguments."""
-        if self.config.prefix_sharing:
-            self.kv.tree.withdraw(self.kv.tree.path_hashes(tokens, namespace), due)
-
-    def share(self, seq: Sequence) -> None:
-        """Put all KV a running sequence has so far within reach of others, its last block included."""
-        if seq.status is Status.RUNNING:
+    def _share(self, seq_id: SeqId) -> None:
+        seq = self._by_id.get(seq_id)
+        if seq is not None and seq.status is Status.RUNNING:
             self.kv.index(seq, tail=True)
 
-    def preempt_all(self, *, drop_cached: bool = False) -> None:
-        """Send the whole batch back to the queue; with `drop_cached` give up all KV that is not pinned."""
+    def _preempt_all(self, *, drop_cached: bool) -> None:
         for seq in list(self.running):
             self._preempt(seq)
         if drop_cached:
             self.kv.drop_cached()
 
-    def close(self) -> None:
-        """Nothing follows."""
-
     # -- planning -----------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def _schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Ends what is past its time, first."""
         self._expire(now)
         if len(self.queue):
             self._make_room(now)
         planned: list[ScheduledSequence] = []
         in_order = sorted(self.running, key=_urgency)
-        chain = self._chain(in_order)
+        chain, size = self._chain(in_order), self.kv.block_size
         for seq in in_order:
-            if seq.status is Status.RUNNING and seq.decoding and self._ensure(seq, len(seq.tokens) + chain - 1):
-                want, top = self._want(seq)
-                fed = (seq.tokens[-1],)
-                planned.append(ScheduledSequence(seq.seq_id, fed, seq.computed, seq.table, want, 1, None, None, top))
+            if not seq.decoding or seq.status is not Status.RUNNING:
+                continue
+            tokens = seq.tokens
+            needed = len(tokens) + chain - 1
+            if len(seq.blocks) * size >= needed or self._ensure(seq, needed):
+                want, top = seq.want
+                planned.append(
+                    ScheduledSequence(seq.seq_id, (tokens[-1],), seq.computed, seq.table, want, 1, None, None, top)
+                )
         decodes = len(planned)
         self._rows = max(self.spec.max_rows, self.config.max_batch)
         budget = max(self.config.max_step_tokens - decodes, 0)
@@ -185,21 +231,9 @@ class Scheduler:
         self._step += 1
         return StepPlan(self._step, tuple(planned), tuple(copies), chain if len(planned) == decodes else 1)
 
-    def _note_deadline(self, seq: Sequence) -> None:
-        if seq.deadline == math.inf:
-            return
-        if len(self._deadlines) > 2 * len(self._by_id) + 64:  # most are of sequences that ended before they were due
-            kept = ((due, seq_id) for due, seq_id in self._deadlines if seq_id in self._by_id)
-            self._deadlines = [(due, seq_id) for due, seq_id in kept if self._by_id[seq_id].deadline == due]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (seq.deadline, seq.seq_id))
-
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, seq_id = heapq.heappop(self._deadlines)
-            seq = self._by_id.get(seq_id)
-            if seq is not None and seq.deadline <= now:
-                self._end(seq, FinishReason.TIMEOUT)
+        for seq in self._deadlines.due(now):
+            self._end(seq, FinishReason.TIMEOUT)
 
     def _make_room(self, now: float) -> None:
         """Preempt a lower class for a waiting higher one, when the batch or the blocks are full."""
@@ -216,15 +250,17 @@ class Scheduler:
     def _chain(self, in_order: list[Sequence]) -> int:
         """How many greedy steps can be chained: only when all decode, all are greedy, and nobody waits to join."""
         longest = min(self.config.decode_chunk, self.spec.max_chain)
-        if longest <= 1 or len(self.queue) or not all(s.decoding and s.greedy for s in in_order):
+        if longest <= 1 or len(self.queue):
+            return 1
+        if not all(seq.decoding and seq.want[0] is Want.ARGMAX for seq in in_order):
             return 1
         return max(1, min(longest, *(s.remaining for s in in_order))) if in_order else 1
 
     def _feed(self, seq: Sequence, count: int) -> ScheduledSequence:
         start = seq.computed
         end = start + count
-        last = end == len(seq.tokens) and not seq.prefill_only
-        (want, top), rows = self._want(seq) if last else (Want.NOTHING, 0), 1
+        last = end == len(seq.tokens) and seq.writes
+        (want, top), rows = seq.want if last else (Want.NOTHING, 0), 1
         if seq.scoring and end > seq.scored:
             want, top, rows = Want.LOGITS, 0, end - max(start, seq.scored)
             self._rows -= rows
@@ -234,18 +270,12 @@ class Scheduler:
         fed = tuple(seq.tokens[start:end])
         return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top, rows)
 
-    def _want(self, seq: Sequence) -> tuple[Want, int]:
-        """What the next token of a sequence is chosen from, and for TOP how many logits."""
-        if seq.greedy:
-            return Want.ARGMAX, 0
-        return (Want.TOP, seq.top) if 0 < seq.top <= self._max_top else (Want.LOGITS, 0)
-
     def _continue_prefills(
         self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int, joining: bool
     ) -> int:
         """Share the prompt budget among running prefills, and with a newcomer if there is one; returns what is left."""
         pending = [s for s in in_order if s.status is Status.RUNNING and s.behind and not s.decoding]
-        pending.sort(key=lambda s: (s.aged_rank, self.queue.service(s) if s.group else 0.0, -s.path, s.order))
+        pending.sort(key=self._prefill_order)
         others = sum(s.behind for s in pending) + (budget if joining else 0)
         for seq in pending:
             others -= seq.behind
@@ -254,6 +284,10 @@ class Scheduler:
                 planned.append(self._feed(seq, chunk))
                 budget -= chunk
         return budget
+
+    def _prefill_order(self, seq: Sequence) -> tuple[int, float, int, int]:
+        service = self.queue.service(seq) if seq.spec.group else 0.0
+        return seq.aged_rank, service, -seq.spec.critical_path, seq.urgency[1]
 
     def _chunk(self, seq: Sequence, budget: int, others: int) -> int:
         """Prompt tokens for a sequence when those behind it want `others`: a long one leaves half the budget to them.
@@ -308,8 +342,8 @@ class Scheduler:
         self.kv.withdraw(seq)
         seq.status = Status.RUNNING
         self._admissions += 1
-        seq.order = self._admissions
         seq.aged_rank = self.queue.rank(seq, now)
+        seq.urgency = (seq.aged_rank, self._admissions)
         if seq.admitted_at is None:
             self._first_admission(seq, match, now)
         self._note_sharing(seq)
@@ -321,9 +355,9 @@ class Scheduler:
         seq.admitted_at = now
         seq.cached_tokens = match.tokens
         seq.miss = self.kv.miss_reason(seq, match)
-        if seq.timeout < math.inf:
-            seq.deadline = min(seq.deadline, now + seq.timeout)
-            self._note_deadline(seq)
+        if seq.spec.timeout_s is not None:
+            seq.deadline = min(seq.deadline, now + seq.spec.timeout_s)
+            self._deadlines.note(seq)
 
     def _note_sharing(self, seq: Sequence) -> None:
         if not seq.shared_blocks:
@@ -359,8 +393,8 @@ class Scheduler:
 
     # -- taking the outcome into the books ----------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, sampled: Mapping[SeqId, tuple[int, ...]], now: float, ms: float) -> None:
-        """The plan was executed in `ms`, and `sampled` holds the next token(s) of every sequence that wanted any."""
+    def _commit(self, command: Commit) -> None:
+        plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
         decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)
@@ -368,62 +402,41 @@ class Scheduler:
             if seq is None:  # ended while its row was sampled
                 chunked += fed - item.generated
                 continue
+            if seq.copy_source is not None:
+                self.kv.copied(seq)
             decoding = seq.decoding
+            seq.computed += fed
+            seq.computed_tokens += fed
+            self.queue.serve(seq, fed)
             if decoding:
                 decodes += 1
             else:
                 chunked += fed
-            if seq.copy_source is not None:
-                self.kv.copied(seq)
-            seq.computed_tokens += fed
-            self.queue.serve(seq, fed)
-            self._advance(seq, fed, sampled.get(item.seq_id, ()), plan.chain, prefill=not decoding)
-        if plan.chain == 1:
-            self.pacer.observe(decodes, chunked, ms)
-        self._expire(now)
+                self._filled(seq)
+            outcome = outcomes.get(item.seq_id)
+            if outcome is not None:
+                seq.write(outcome, chain)
+                if outcome.finish is not None:
+                    self._end(seq, outcome.finish)
+                elif decoding and seq.computed // self.kv.block_size > seq.indexed:
+                    self.kv.index(seq, tail=False)
+        if chain == 1:
+            self.pacer.observe(decodes, chunked, command.ms)
+        self._expire(command.now)
 
-    def _advance(self, seq: Sequence, fed: int, tokens: tuple[int, ...], chain: int, *, prefill: bool) -> None:
-        seq.computed += fed
+    def _filled(self, seq: Sequence) -> None:
+        """A part of a prompt was computed, or all the rest of it. One that is to write nothing ends then."""
         seq.scored = max(seq.scored, seq.computed)
         while seq.marks and seq.marks[0] <= seq.computed:  # set for a follower when this chunk was planned already
             seq.marks.pop(0)
-        if prefill:
-            self.kv.index(seq, tail=True)
-            self.kv.saved(seq)
-            if seq.behind == 0:
-                self._leaders.unregister(seq)
-        if seq.prefill_only and seq.behind == 0:
+        self.kv.index(seq, tail=True)
+        self.kv.saved(seq)
+        if seq.behind:
+            return
+        self._leaders.unregister(seq)
+        if seq.spec.prefill_only:
             self.pinned[seq.seq_id] = list(seq.blocks)
             self.kv.pool.hold(seq.blocks)
             self._end(seq, FinishReason.STOP)
-            return
-        if seq.max_tokens == 0 and seq.behind == 0:  # asked only what its prompt is worth
+        elif seq.spec.sampling.max_tokens == 0:  # asked only what its prompt is worth
             self._end(seq, FinishReason.LENGTH)
-            return
-        if not tokens:
-            return
-        progress = seq.push(tokens, chain)
-        finish = progress.finish
-        if finish is not None:
-            self._end(seq, finish, progress=progress)
-            return
-        if not prefill and seq.computed // self.spec.block_size > seq.indexed:
-            self.kv.index(seq, tail=False)
-        self._progress.append(progress)
-
-    def fail(self, plan: StepPlan, error: ShoalError) -> None:
-        """The plan's pass failed: every sequence in it ends with `error`; KV it may have written is not trusted."""
-        for item in plan.sequences:
-            self.fail_sequence(item.seq_id, error)
-
-    def fail_sequence(self, seq_id: SeqId, error: ShoalError) -> None:
-        """End one sequence whose KV cannot be trusted; the tree forgets every block it computed itself."""
-        seq = self._by_id.get(seq_id)
-        if seq is None:
-            return
-        self.kv.invalidate(seq)
-        self._end(seq, FinishReason.ERROR, error)
-
-
-def _urgency(seq: Sequence) -> tuple[int, int]:
-    return seq.aged_rank, seq.order

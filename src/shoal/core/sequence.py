@@ -6,12 +6,13 @@ import math
 from enum import Enum
 from typing import NamedTuple
 
-from shoal.core.stop import StopChecker
+from shoal.core.commands import Outcome
+from shoal.core.request import RequestSpec
 from shoal.errors import ShoalError
-from shoal.runners.plan import BlockId, SeqId
-from shoal.types import FinishReason, Namespace, Receipt
+from shoal.runners.plan import BlockId, SeqId, Want
+from shoal.types import FinishReason, Priority, Receipt
 
-RANKS = {"high": 0, "normal": 1, "low": 2}
+RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 
 
 class Status(Enum):
@@ -37,56 +38,33 @@ class Sequence:
     """
 
     __slots__ = (
-        "_table", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "checker", "computed",
-        "computed_tokens", "copy_source", "deadline", "greedy", "group", "hashes", "indexed", "load", "marks",
-        "max_tokens", "miss", "namespace", "order", "path", "preemptions", "prefill_only", "prompt_len", "rank",
-        "saving", "scored", "seq_id", "shared_blocks", "shared_with", "status", "timeout", "tokens", "top", "waits_for",
-        "waits_until",
+        "_table", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "computed", "computed_tokens",
+        "copy_source", "deadline", "hashes", "indexed", "load", "marks", "miss", "preemptions", "prompt_len", "rank",
+        "saving", "scored", "seq_id", "shared_blocks", "shared_with", "spec", "status", "tokens", "urgency",
+        "waits_for", "waits_until", "want", "writes",
     )  # fmt: skip
 
     def __init__(
-        self,
-        seq_id: SeqId,
-        tokens: list[int],
-        *,
-        prompt_len: int,
-        max_tokens: int,
-        checker: StopChecker,
-        greedy: bool,
-        top: int = 0,
-        arrival: float = 0.0,
-        rank: int = 1,
-        group: str = "",
-        namespace: Namespace = Namespace(),  # noqa: B008 - frozen
-        deadline: float = math.inf,
-        timeout: float = math.inf,
-        prefill_only: bool = False,
-        path: int = 0,
-        score: bool = False,
+        self, seq_id: SeqId, spec: RequestSpec, *, arrival: float = 0.0, written: tuple[int, ...] = (), scored: int = 0
     ) -> None:
         self.seq_id = seq_id
-        self.tokens = tokens
-        self.prompt_len = prompt_len
-        self.max_tokens = max_tokens
-        self.checker = checker
-        self.greedy = greedy
-        self.top = top  # the largest logits that its choice looks at, 0: all
-        self.arrival = arrival
-        self.rank = rank
-        self.group = group
-        self.namespace = namespace
-        self.deadline = deadline  # on the caller's clock
-        self.timeout = timeout  # seconds from joining the batch
-        self.prefill_only = prefill_only
-        self.scored = 0 if score else prompt_len  # prompt tokens after which logits are not wanted, or no more
-        self.path = path  # tokens to be written one after another until its graph ends
+        self.spec = spec
+        self.arrival = arrival  # on the caller's clock, as `deadline`
+        self.tokens = [*spec.prompt, *written]
+        self.prompt_len = len(spec.prompt)
+        self.rank = RANKS[spec.priority]
+        self.deadline = math.inf if spec.deadline_s is None else arrival + spec.deadline_s
+        # Prompt tokens after which logits are not wanted, or no more.
+        self.scored = self.prompt_len if spec.sampling.prompt_logprobs is None else scored
+        self.writes = spec.sampling.max_tokens > 0 and not spec.prefill_only
+        self.want = (Want.LOGITS, 0)  # what its next token is chosen from, as the scheduler says for its model
 
         self.status = Status.WAITING
         self.computed = 0
         self.blocks: list[BlockId] = []
         self._table: tuple[BlockId, ...] | None = None
-        self.order = 0  # counts admissions: later is preempted first
-        self.aged_rank = rank  # its class when it joined, ageing included
+        self.aged_rank = self.rank  # its class when it joined, ageing included
+        self.urgency = (self.rank, 0)  # that class, and the number of its admission: the highest is preempted first
         self.admitted_at: float | None = None  # first admission
         self.hashes: list[int] = []  # of the full blocks it came with, for announcements and waiting
         self.indexed = 0  # full blocks known to the prefix tree
@@ -122,7 +100,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Output tokens it may still write."""
-        return self.max_tokens - (len(self.tokens) - self.prompt_len)
+        return self.spec.sampling.max_tokens - (len(self.tokens) - self.prompt_len)
 
     @property
     def stride(self) -> int:
@@ -151,30 +129,15 @@ class Sequence:
         """Call after every change to `blocks`."""
         self._table = None
 
-    def push(self, tokens: tuple[int, ...], chain: int) -> Progress:
-        """Append new tokens to the output, up to where the stop rules end it; says what became of them.
-
-        Of several, the first `chain` were fed on the device already, all but the last; those a grammar forced were not.
-        """
-        if len(tokens) == 1:  # the common case, without the lists
-            verdict = self.checker.push(tokens[0])
-            if not verdict.is_output:
-                return Progress(self, (), verdict.text, verdict.reason)
-            self.tokens.append(tokens[0])
-            return Progress(self, tokens, verdict.text, verdict.reason)
-        kept, text, finish = [], [], None
-        for i, token in enumerate(tokens):
-            verdict = self.checker.push(token)
-            self.computed += 0 < i < chain
-            text.append(verdict.text)
-            if verdict.is_output:
-                kept.append(token)
-                self.tokens.append(token)
-            if verdict.reason is not None:
-                finish = verdict.reason
-                break
-        self.computed = min(self.computed, len(self.tokens))
-        return Progress(self, tuple(kept), "".join(text), finish)
+    def write(self, outcome: Outcome, chain: int) -> None:
+        """Append what a step gave. Of its tokens, the first `chain` without the last were fed on the device already."""
+        tokens, kept, _ = outcome
+        if len(tokens) == 1:
+            if kept:
+                self.tokens.append(tokens[0])
+        else:
+            self.tokens += tokens[:kept]
+            self.computed = min(self.computed + min(len(tokens), chain) - 1, len(self.tokens))
 
     @property
     def receipt(self) -> Receipt:
@@ -182,11 +145,9 @@ class Sequence:
         return Receipt(self.cached_tokens, self.computed_tokens, self.shared_with, self.preemptions, self.miss)
 
 
-class Progress(NamedTuple):
-    """What became of one sequence: new output tokens, the text they completed, and the end if it came."""
+class Ended(NamedTuple):
+    """A sequence ended, and why."""
 
     seq: Sequence
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-    finish: FinishReason | None = None
+    finish: FinishReason
     error: ShoalError | None = None

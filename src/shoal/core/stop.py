@@ -23,21 +23,22 @@ class IncrementalDecoder:
     character; dropping them is the caller's, by not asking again.
     """
 
-    __slots__ = ("_kept",)
+    __slots__ = ("pending",)
 
     def __init__(self) -> None:
-        self._kept = b""
+        self.pending = b""
+        """The kept bytes."""
 
     def push(self, data: bytes) -> str:
         """Take the next bytes; give the text they complete, which may be empty. Each invalid sequence gives U+FFFD."""
-        if self._kept:
-            data = self._kept + data
+        if self.pending:
+            data = self.pending + data
         text, used = utf_8_decode(data, "replace", False)
-        self._kept = data[used:]
+        self.pending = data[used:]
         # CPython keeps the first two bytes of an encoded surrogate, though no third byte makes them valid.
-        if len(self._kept) == 2 and self._kept[0] == 0xED and self._kept[1] >= 0xA0:
-            text += utf_8_decode(self._kept, "replace", True)[0]
-            self._kept = b""
+        if len(self.pending) == 2 and self.pending[0] == 0xED and self.pending[1] >= 0xA0:
+            text += utf_8_decode(self.pending, "replace", True)[0]
+            self.pending = b""
         return text
 
 
@@ -99,7 +100,9 @@ class StopChecker:
         if token in self._end_ids and self.num_tokens >= self._min_tokens:
             return Verdict(self.flush(), FinishReason.STOP, False)
         self.num_tokens += 1
-        text = self._decoder.push(self._token_bytes(token))
+        data = self._token_bytes(token)
+        decoder = self._decoder
+        text = decoder.push(data) if decoder.pending or not data.isascii() else data.decode()
         if self._stops:
             text, stopped = self._check_text(text)
             if stopped:

@@ -154,6 +154,6 @@ def branch_requests(shared: Prompt, branches: Sequence[Prompt], fields: Mapping[
 
 def branch_seeds(prepared: PreparedRequest, count: int) -> list[PreparedRequest]:
     """The same request `count` times, without its name and each with a seed of its own."""
-    request = dataclasses.replace(prepared.request, id=None)
-    seeds = (derive_seed(prepared.seed, number) for number in range(1, count + 1))
-    return [dataclasses.replace(prepared, request=request, seed=seed) for seed in seeds]
+    spec = dataclasses.replace(prepared.spec, id=None)
+    seeds = (derive_seed(spec.seed, number) for number in range(1, count + 1))
+    return [dataclasses.replace(prepared, spec=dataclasses.replace(spec, seed=seed)) for seed in seeds]

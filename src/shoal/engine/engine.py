@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.config import EngineConfig
+from shoal.core.commands import PreemptAll, SetMaxStall
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
@@ -142,15 +143,12 @@ class Engine:
         sink: Sink | None,
         *,
         before: Output = NOTHING,
-        prefill_only: bool = False,
     ) -> Handle:
         (handle,) = self._register([prepared], sink)
         arrival = self._loop.clock()
 
         def join() -> None:
-            handle.request_state = self._loop.add(
-                handle.id, prepared, self._deliver, before=before, arrival=arrival, prefill_only=prefill_only
-            )
+            handle.request_state = self._loop.add(handle.id, prepared, self._deliver, before=before, arrival=arrival)
 
         self._post(join, handle.id)
         return handle
@@ -163,19 +161,19 @@ class Engine:
         """Name requests that are about to join: all or none. Refuses a name in use, a full queue, a closed engine."""
         if self.governor is not None:
             for prepared in arriving:
-                self.governor.admit(prepared.request.id)
+                self.governor.admit(prepared.spec.id)
         with self._lock:
             self._refuse_if_closed()
             waiting = len(self._sinks) + len(arriving) - 1 - self.config.max_batch
             if waiting >= self.config.max_queue:
                 raise self._queue_full(f"{waiting} requests wait", waiting, "max_queue")
             tokens = self._tokens - self.spec.kv_capacity
-            if tokens > 0 and tokens + sum(len(p.tokens) for p in arriving) > self.config.max_queue_tokens:
+            if tokens > 0 and tokens + sum(len(p.spec.prompt) for p in arriving) > self.config.max_queue_tokens:
                 raise self._queue_full(f"requests of {tokens} prompt tokens wait", tokens, "max_queue_tokens")
-            handles = [Handle(self, self._name(prepared.request.id), prepared) for prepared in arriving]
+            handles = [Handle(self, self._name(prepared.spec.id), prepared) for prepared in arriving]
             for handle in handles:
-                self._sinks[handle.id] = sink or handle.put, len(handle.prepared.tokens)
-                self._tokens += len(handle.prepared.tokens)
+                self._sinks[handle.id] = sink or handle.put, len(handle.prepared.spec.prompt)
+                self._tokens += len(handle.prepared.spec.prompt)
         return handles
 
     def _name(self, wanted: str | None) -> str:
@@ -228,7 +226,7 @@ class Engine:
     def prefill(self, request: Request, *, sink: Sink | None = None) -> Handle:
         """Compute a request's prompt and no output; its KV is pinned when the result comes. Raises as `submit`."""
         refuse_arrival(request)
-        return self._submit(self.inputs.prepare(request), sink, prefill_only=True)
+        return self._submit(self.inputs.prepare(request, prefill_only=True), sink)
 
     def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:
         """Announce that requests beginning with `tokens` come in about `steps` steps: that prefix is evicted last."""
@@ -246,7 +244,7 @@ class Engine:
             parent = handle.request_state
             if parent is None or parent.seq.status is Status.FINISHED:
                 raise _cannot_fork("a finished request", handle.id)
-            if parent.seq.prefill_only:
+            if parent.seq.spec.prefill_only:
                 raise _cannot_fork("a prefill, which writes nothing,", handle.id)
             before = self._loop.share(parent)
             for child in children:
@@ -258,7 +256,7 @@ class Engine:
             self._post(lambda: self._withdraw(children))
             with self._lock:
                 for child in children:
-                    self._sinks.pop(child.id, None)
+                    self._forget(child.id)
             raise
         return children
 
@@ -298,7 +296,7 @@ class Engine:
     def set_max_stall(self, ms: float) -> None:
         """Change `max_stall_ms` for the steps to come; `config` says the new one. ConfigError when out of range."""
         self.config = dataclasses.replace(self.config, max_stall_ms=ms)
-        self.call(lambda: self._loop.scheduler.set_max_stall(ms))
+        self.call(lambda: self._loop.scheduler.apply(SetMaxStall(ms)))
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far."""
@@ -315,7 +313,7 @@ class Engine:
         def halt() -> None:
             self._suspended = True
             if drop_kv:
-                self._loop.scheduler.preempt_all(drop_cached=True)
+                self._loop.scheduler.apply(PreemptAll(drop_cached=True))
 
         self.call(halt)
 
@@ -384,12 +382,16 @@ class Engine:
     def _deliver(self, event: Event) -> None:
         """Pass an event on, unless its request was ended meanwhile by the watchdog or by closing."""
         with self._lock:
-            sink, tokens = self._sinks.get(event.request_id, (None, 0))
-            if event.finished and sink is not None:
-                del self._sinks[event.request_id]
-                self._tokens -= tokens
+            sink, _ = self._sinks.get(event.request_id, (None, 0))
+            if event.finished:
+                self._forget(event.request_id)
         if sink is not None:
             sink(event)
+
+    def _forget(self, name: str) -> None:
+        """A request has ended, or does not join after all. Called under the lock."""
+        _, tokens = self._sinks.pop(name, (None, 0))
+        self._tokens -= tokens
 
     def _end_all(self, error: ShoalError, reason: FinishReason) -> None:
         """End whatever has not ended, from outside the loop."""
@@ -414,7 +416,7 @@ class Engine:
                 inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
                 self._loop = StepLoop(runner, inputs, self.config, self.governor)
                 started.set_result(self._loop)
-                with contextlib.closing(self._loop.scheduler):
+                with contextlib.closing(self._loop):
                     self._serve(self._loop)
             finally:
                 runner.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from shoal.core.commands import CancelExpectation, Expect
 from shoal.core.prefix_tree import common_prefix
 from shoal.core.sequence import Status
 from shoal.errors import EngineClosedError
@@ -53,6 +54,11 @@ class Handle:
             except queue.Empty:
                 raise TimeoutError(f"request {self.id} has not ended within {timeout_s} s") from None
         return self._result
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        return self.prepared.spec.prompt
 
     @property
     def state(self) -> str:
@@ -124,7 +130,7 @@ def pinned_by(engine: Engine, handle: Handle, result: Result) -> PrefixCache:
     if result.finish_reason is not FinishReason.STOP or handle.request_state is None:
         raise EngineClosedError("the engine closed before the prefix was computed")
     return PrefixCache(
-        engine, handle.request_state.seq.seq_id, handle.prepared.tokens, handle.prepared.request.namespace
+        engine, handle.request_state.seq.seq_id, handle.prepared.spec.prompt, handle.prepared.spec.namespace
     )
 
 
@@ -155,10 +161,10 @@ class Expectation:
 
     def _begin(self) -> None:
         self._due = self._loop.steps + self._steps
-        self._loop.scheduler.expect(self.tokens, self.namespace, self._due)
+        self._loop.scheduler.apply(Expect(self.tokens, self.namespace, self._due))
 
     def _end(self) -> None:
-        self._loop.scheduler.cancel_expectation(self.tokens, self.namespace, self._due)
+        self._loop.scheduler.apply(CancelExpectation(self.tokens, self.namespace, self._due))
 
     def release(self) -> None:
         """Take the announcement back. Idempotent."""

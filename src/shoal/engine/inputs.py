@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.core.request import RequestSpec
 from shoal.errors import InvalidRequestError, KVBudgetError, PromptTooLongError
 from shoal.runners.plan import ModelSpec
 from shoal.sampling.grammar import Grammar, GrammarCompiler
@@ -42,23 +43,21 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that can be served: its prompt in tokens, its limits made exact, its seed drawn."""
+    """A request that can be served: what the scheduler needs of it, and its grammar, compiled."""
 
-    request: Request
-    tokens: tuple[int, ...]
-    sampling: SamplingParams
-    seed: int
+    spec: RequestSpec
     grammar: Grammar | None = None
     codec: Codec | None = None
 
-    def sampler(self, spec: ModelSpec, eos_ids: Collection[int]) -> SamplerState:
+    def sampler(self, model: ModelSpec, eos_ids: Collection[int]) -> SamplerState:
         """A fresh sampling state for this request."""
+        spec = self.spec
         constraint = self.grammar.start() if self.grammar is not None else None
-        limit, bound = None, self.sampling.thinking
+        limit, bound = None, spec.sampling.thinking
         if bound is not None and self.codec is not None:
             end_ids = tuple(self.codec.encode(bound.end, add_special=False))
             limit = ThinkingLimit(bound, end_ids, self.codec.token_bytes)
-        return SamplerState(self.sampling, self.seed, spec.vocab_size, self.tokens, eos_ids, constraint, limit)
+        return SamplerState(spec.sampling, spec.seed, model.vocab_size, spec.prompt, eos_ids, constraint, limit)
 
 
 def refuse_arrival(request: Request) -> None:
@@ -141,19 +140,37 @@ class InputProcessor:
             hint="shorten the prompt or load a model with a longer context",
         )
 
-    def prepare(self, request: Request) -> PreparedRequest:
+    def prepare(self, request: Request, *, prefill_only: bool = False) -> PreparedRequest:
         """Check a request against the model. Raises `InvalidRequestError`, `PromptTooLongError`, `KVBudgetError`."""
-        tokens = self.tokenize(request)
-        self.check_tokens(tokens)
-        sampling = request.sampling
-        room = min(self.spec.context_length, self.spec.kv_capacity) - len(tokens)
+        seed = request.sampling.seed
+        return self.admit(
+            RequestSpec(
+                prompt=tuple(self.tokenize(request)),
+                sampling=request.sampling,
+                seed=self._seeds.getrandbits(62) if seed is None else seed,
+                id=request.id,
+                priority=request.priority,
+                group=request.group,
+                namespace=request.namespace,
+                deadline_s=request.deadline_s,
+                timeout_s=request.timeout_s,
+                critical_path=request.critical_path,
+                prefill_only=prefill_only,
+            )
+        )
+
+    def admit(self, spec: RequestSpec) -> PreparedRequest:
+        """Check what is asked against the model and compile its grammar. Raises as `prepare`."""
+        self.check_tokens(spec.prompt)
+        sampling = spec.sampling
+        room = min(self.spec.context_length, self.spec.kv_capacity) - len(spec.prompt)
         if sampling.max_tokens > room:  # context or KV memory ends the output; `finish_reason` says `length`
             sampling = dataclasses.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+            spec = dataclasses.replace(spec, sampling=sampling)
         for token in sampling.stop_token_ids:
             self._check_token(token, "stop_token_ids")
-        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(62)
         grammar = self._compile(sampling) if sampling.structured else None
-        prepared = PreparedRequest(request, tuple(tokens), sampling, seed, grammar, self.codec)
+        prepared = PreparedRequest(spec, grammar, self.codec)
         prepared.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
         return prepared
 

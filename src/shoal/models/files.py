@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from shoal.errors import ModelFormatError
+from shoal.models.split import part_paths
 
 Kind: TypeAlias = Literal["gguf", "openvino", "safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk, checked to be complete. `path` is the file of a GGUF, the directory of any other kind.
+    """A model on disk, checked to be complete. `path` is the (first) file of a GGUF, the directory of any other kind.
 
     `key` changes whenever the files do; start the names of derived caches with it.
     """
@@ -24,6 +25,13 @@ class ModelFiles:
     kind: Kind
     path: Path
     key: str
+
+    @property
+    def weights(self) -> list[Path]:
+        """The files that hold the weights."""
+        if self.kind == "gguf":
+            return part_paths(self.path)
+        return sorted(self.path.glob("*.bin" if self.kind == "openvino" else "*.safetensors"))
 
 
 def existing_path(name: str) -> Path | None:
@@ -36,15 +44,17 @@ def existing_path(name: str) -> Path | None:
 
 
 def local_files(name: str, path: Path) -> ModelFiles:
-    """The model at `path`: a .gguf file, or a directory with an OpenVINO IR or safetensors.
+    """The model at `path`: a .gguf file or a part of one, or a directory with an OpenVINO IR or safetensors.
 
     Raises `ModelFormatError` when it is neither, or when files it needs are missing.
     """
-    path = path.resolve()
     if path.is_file():
+        path = path.absolute()  # not resolved: what a link is called says which part it is
         if path.suffix != ".gguf":
             raise ModelFormatError(f"{path} is not a .gguf file", value=str(path), hint="give a .gguf or a directory")
-        return ModelFiles(name, "gguf", path, _path_key(path, [path]))
+        parts = part_paths(path)
+        return ModelFiles(name, "gguf", parts[0], _path_key(parts[0].resolve(), parts))
+    path = path.resolve()
     kind: Kind = "openvino" if (path / "openvino_model.xml").exists() else "safetensors"
     weights = sorted(path.glob("*.safetensors"))
     if kind == "safetensors" and not weights:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import ModelFormatError, UnsupportedModelError
+from shoal.models.split import check_part, check_total, part_paths
 
 Value: TypeAlias = str | bool | int | float | tuple[str, ...] | NDArray[Any]
 """A metadata value; arrays of numbers are 1-D numpy arrays (bool arrays are uint8), arrays of strings are tuples."""
@@ -183,23 +184,36 @@ class _Parser:
 
 
 def read_gguf(path: Path | str) -> GgufModel:
-    """Parse the file at `path`; its tensors stay on disk until touched.
+    """Parse the file at `path`, or the files of which it is one part; tensors stay on disk until touched.
 
-    Raises `ModelFormatError` when it is missing, damaged, truncated, of an unknown version or incomplete, and
-    `UnsupportedModelError` when it is sound but does not describe a decoder with attention in every layer.
+    Raises `ModelFormatError` when one is missing, damaged, truncated, of an unknown version or incomplete, and
+    `UnsupportedModelError` when it is sound but does not describe a decoder.
     """
-    path = Path(path)
-    parser = _Parser(path, _map(path))
-    n_tensors = _read_header(parser)
-    metadata = _read_metadata(parser)
-    tensors = _read_tensors(parser, n_tensors, metadata)
-    return _describe(path, metadata, tensors)
+    paths = part_paths(Path(path))
+    metadata: dict[str, Value] = {}
+    tensors: dict[str, GgufTensor] = {}
+    for number, part in enumerate(paths):
+        parser = _Parser(part, _map(part))
+        n_tensors = _read_header(parser)
+        own = _read_metadata(parser)
+        check_part(part, number, len(paths), own)
+        metadata = metadata or own
+        for name, tensor in _read_tensors(parser, n_tensors, own).items():
+            if name in tensors:
+                parser.fail("tensor of another part again", name)
+            tensors[name] = tensor
+    if len(paths) > 1:
+        check_total(paths[0], len(tensors), metadata)
+    return _describe(paths[0], metadata, tensors)
 
 
 def read_metadata(path: Path | str) -> Mapping[str, Value]:
-    """Only the metadata of the file at `path`, whatever its model is. Raises `ModelFormatError` as `read_gguf`."""
-    path = Path(path)
-    parser = _Parser(path, _map(path))
+    """Only the metadata of the file at `path` (of its first part), whatever its model is.
+
+    Raises `ModelFormatError` as `read_gguf`.
+    """
+    first = part_paths(Path(path))[0]
+    parser = _Parser(first, _map(first))
     _read_header(parser)
     return MappingProxyType(_read_metadata(parser))
 

@@ -116,6 +116,11 @@ _RULES: dict[str, PreTokenizer] = {
 _BY_NAME = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
 
+def pre_tokenizer_names() -> list[str]:
+    """All names that are known."""
+    return sorted(_BY_NAME)
+
+
 def pre_tokenizer(name: object, path: Path) -> PreTokenizer:
     """The rule called `name` in `tokenizer.ggml.pre` of the file at `path`.
 

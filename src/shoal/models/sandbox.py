@@ -25,6 +25,11 @@ from markupsafe import Markup
 from shoal.models.traced import Traced, derived, formatted, holds_content, joined, plain, shown
 
 _MAX_NUMBER = 1 << 256
+_EXACT_FILTERS = frozenset(
+    {"attr", "capitalize", "d", "default", "first", "format", "join", "last", "lower", "max", "min", "random"}
+    | {"replace", "reverse", "string", "sum", "trim", "upper"}
+)
+"""Filters that only call methods of a string, or hand something through: what they return is traced right."""
 
 
 class _Generation(Extension):
@@ -54,7 +59,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         self.local = threading.local()
         self.filters["tojson"] = _tojson
         self.filters |= {"replace": _replace, "join": _join, "format": _format}
-        self.filters = {name: _traced_filter(function) for name, function in self.filters.items()}
+        self.filters = {name: _traced_filter(name, function) for name, function in self.filters.items()}
         del self.globals["lipsum"]  # filler text without end
 
     def start(self) -> None:
@@ -148,13 +153,17 @@ def _as_call(concat: nodes.Concat) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute("concat_checked"), list(concat.nodes), [], None, None)
 
 
-def _traced_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def _traced_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The filter `function`, which knows nothing of tracing, with what it makes of content marked as such."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0  # what precedes the value: a context or environment
+    exact = name in _EXACT_FILTERS
 
     @wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        return derived(function(*args, **kwargs), (*args[first:], *kwargs.values()))
+        result = function(*args, **kwargs)
+        if isinstance(result, Traced) and not exact:  # put together of traced and of plain strings
+            result = plain(result)
+        return derived(result, (*args[first:], *kwargs.values()))
 
     return traced
 

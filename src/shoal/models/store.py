@@ -44,7 +44,7 @@ SOURCES: Mapping[str, WheelSource] = {
 }
 
 _MARKER = "shoal-model.json"
-_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[\w-][\w./-]*\.gguf))?")
+_HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[\w-][\w./-]*))?")
 _OTHER_HOST_STALE_S = 24 * 3600
 
 
@@ -284,7 +284,7 @@ class Store:
         match = _HUB_ID.fullmatch(name)
         assert match is not None  # `check_name` was passed
         directory = self._models / _slug(name)
-        kind = fetch.download_hub(match["repo"], match["file"], directory)
+        kind = fetch.download_hub(match["repo"], match["file"], directory, self._check_space)
         with _writing(directory):
             files = [p for p in directory.rglob("*") if p.is_file() and ".cache" not in p.relative_to(directory).parts]
             gguf = [p for p in files if p.suffix == ".gguf"]
@@ -295,6 +295,7 @@ class Store:
             _write_marker(directory, name, kind, sorted(names), f"pulled {time.time()}")
 
     def _check_space(self, need: int) -> None:
+        """`StoreError` unless `need` bytes more fit on the disk of the store."""
         free = shutil.disk_usage(self._models).free
         if free < need:
             raise StoreError(

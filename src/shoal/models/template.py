@@ -9,15 +9,14 @@ texts that grow), so a template from a source you do not trust still deserves a 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import InvalidRequestError
+from shoal.models.toolform import ToolForm, find_form
 from shoal.models.traced import Traced, as_content, joined
 from shoal.types import Message
 
@@ -64,14 +63,43 @@ class ChatTemplate:
         clean = [self._check(message, index) for index, message in enumerate(messages)]
         if not clean:
             raise _refused("there are no messages", hint="give at least one")
-        if any(isinstance(message["content"], list) for message in clean) or not self._takes[0]:
-            clean = [self._fit(message) for message in clean]
         try:
             clean = [{key: as_content(x) if key != "role" else x for key, x in message.items()} for message in clean]
-            inputs = as_content({"tools": list(tools) if tools else None, "documents": None, **variables})
+            inputs = as_content({"documents": None, **variables})
+            told = as_content(list(tools or ()))
         except RecursionError as error:
             raise _refused("the messages or tools are nested too deeply") from error
-        return self._run(clean, add_generation_prompt=add_generation_prompt, **inputs)
+        clean, handed = self._fit_tools(clean, told)
+        return self._run(self._fit(clean), add_generation_prompt=add_generation_prompt, **inputs, **handed)
+
+    def _fit_tools(
+        self, messages: list[dict[str, Any]], tools: list[Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The messages with tools, calls and results in a form that the template shows, and the tools for it."""
+        rounds = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
+        if not tools and not rounds:
+            return messages, {"tools": None}
+        form = self._tool_form
+        if form is None or (rounds and not form.rounds):
+            what = "no tools" if form is None else "no calls of tools and no results"
+            raise InvalidRequestError(
+                f"the model's chat template shows {what}, in no form",
+                param="tools",
+                value=len(tools),
+                hint="leave them out, or use another model",
+            )
+        messages, handed = form.fit(messages, tools)
+        return messages, {"tools": None, **handed}
+
+    @cached_property
+    def _tool_form(self) -> ToolForm | None:
+        def render(messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+            try:
+                return self._run(self._fit(messages), add_generation_prompt=True, **{"tools": None, **variables})
+            except InvalidRequestError:
+                return ""
+
+        return find_form(self.source or "", render)
 
     def _check(self, message: object, index: int) -> dict[str, Any]:
         """A copy of `message` with a role and with content that is a string or a list of text parts."""
@@ -96,15 +124,20 @@ class ChatTemplate:
             )
         return clean
 
-    def _fit(self, message: dict[str, Any]) -> dict[str, Any]:
-        """`message` with its content in the form the template takes; unchanged where it takes both or neither."""
+    def _fit(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with their content in the form the template takes; unchanged where it takes both or neither."""
+        if not any(isinstance(message["content"], list) for message in messages) and self._takes[0]:
+            return messages
         takes_text, takes_parts = self._takes
-        content = message["content"]
-        if isinstance(content, list) and not takes_parts:
-            content = "\n".join(part["text"] for part in content)
-        elif isinstance(content, str) and takes_parts and not takes_text:
-            content = [{"type": "text", "text": content}]
-        return {**message, "content": content}
+        fitted = []
+        for message in messages:
+            content = message["content"]
+            if isinstance(content, list) and not takes_parts:
+                content = joined(["\n"]).join(part["text"] for part in content)
+            elif isinstance(content, str) and takes_parts and not takes_text:
+                content = [{"type": "text", "text": content}]
+            fitted.append({**message, "content": content})
+        return fitted
 
     @cached_property
     def _takes(self) -> tuple[bool, bool]:
@@ -169,18 +202,10 @@ def _part(part: object, index: int) -> dict[str, Any]:
 
 
 def _tool_calls(calls: object, index: int) -> list[dict[str, Any]]:
-    """Copies of `calls` with arguments as objects: templates expect those, the OpenAI API sends JSON text."""
+    """Copies of `calls`."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise _refused(f"message {index} has malformed tool_calls", calls, hint="it must be a list of objects")
-    clean = []
-    for call in map(dict, calls):
-        function = call.get("function")
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            # A model may have written them badly: the template then shows them as they are.
-            with suppress(ValueError, RecursionError):
-                call["function"] = {**function, "arguments": json.loads(function["arguments"])}
-        clean.append(call)
-    return clean
+    return [dict(call) for call in calls]
 
 
 def _raise_exception(message: object) -> None:

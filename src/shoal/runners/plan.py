@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,8 +31,7 @@ class Want(StrEnum):
     TOP = "top"  # the `top` largest logits and their tokens; only up to ModelSpec.max_top
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One sequence's share of a step: feed `tokens` at positions start .. start + len(tokens) - 1.
 
     KV of position p lives in slot p % block_size of block `block_table[p // block_size]`. Positions below `start`

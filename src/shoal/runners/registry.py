@@ -44,11 +44,7 @@ class LocalModel:
     @property
     def file_bytes(self) -> int:
         """Bytes of weights as the files hold them."""
-        path = self.files.path
-        if path.is_file():
-            return path.stat().st_size
-        weights = (file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
-        return sum(file.stat().st_size for file in weights)
+        return sum(file.stat().st_size for file in self.files.weights)
 
 
 @dataclass(frozen=True, slots=True)

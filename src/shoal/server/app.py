@@ -20,10 +20,13 @@ from starlette.responses import Response
 
 from shoal import __version__
 from shoal.engine.inputs import InputProcessor
+from shoal.engine.loading import ModelCodec
 from shoal.errors import ShoalError
+from shoal.server.anthropic.messages import count_tokens, messages
+from shoal.server.anthropic.schemas import CountRequest, MessagesRequest
 from shoal.server.body import BodyRoute
 from shoal.server.config import ServerConfig
-from shoal.server.errors import ApiError, bad_request, from_shoal, from_validation
+from shoal.server.errors import ANTHROPIC, ApiError, bad_request, from_shoal, from_validation
 from shoal.server.gate import Gate
 from shoal.server.generation import Api
 from shoal.server.hub import ModelHub, stored_models
@@ -34,25 +37,29 @@ from shoal.server.openai.completions import completions
 from shoal.server.openai.prompts import Chat, prompt_tokens
 from shoal.server.openai.responses import responses
 from shoal.server.openai.responses_schemas import ResponsesRequest
-from shoal.server.openai.schemas import ChatRequest, CompletionRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from shoal.server.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+)
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    for status, text in {
-        400: "A field is wrong; `param` names it",
-        401: "The API key is missing or wrong",
-        403: "A page of another origin calls",
-        404: "No such model",
-        408: "The body came too slowly",
-        409: "What is in use: a switch of models is under way, a run goes on",
-        413: "The body is too large",
-        429: "The queue is full; see Retry-After",
-        500: "The generation failed",
-        502: "A model could not be fetched",
-        503: "No model can serve now; see Retry-After",
-        504: "The deadline passed",
-        507: "The history could not be written",
-    }.items()
+_ERRORS = {
+    400: "A field is wrong; `param` names it",
+    401: "The API key is missing or wrong",
+    403: "A page of another origin calls",
+    404: "No such model",
+    408: "The body came too slowly",
+    409: "What is in use: a switch of models is under way, a run goes on",
+    413: "The body is too large",
+    429: "The queue is full; see Retry-After",
+    500: "The generation failed",
+    502: "A model could not be fetched",
+    503: "No model can serve now; see Retry-After",
+    504: "The deadline passed",
+    507: "The history could not be written",
 }
 _ERROR_SCHEMA = {
     "type": "object",
@@ -71,6 +78,25 @@ _ERROR_SCHEMA = {
     },
 }
 
+_MESSAGES_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+
+
+def _error(text: str, shape: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{shape}"}
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
+
 
 def create_app(
     hub: ModelHub, config: ServerConfig | None = None, mounts: Sequence[Callable[[FastAPI, Api], None]] = ()
@@ -88,7 +114,7 @@ def create_app(
         yield
         await hub.close()
 
-    app = FastAPI(title="shoal", version=__version__, lifespan=life, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app = FastAPI(title="shoal", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     _generation_routes(app, api)
     _model_routes(app, api)
@@ -118,6 +144,14 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     async def respond(http: HttpRequest, body: ResponsesRequest) -> Response:
         return await responses(api, http, body)
 
+    @app.post("/v1/messages")
+    async def message(http: HttpRequest, body: MessagesRequest) -> Response:
+        return await messages(api, http, body)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(body: CountRequest) -> dict[str, int]:
+        return await count_tokens(api, body)
+
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
         raise ApiError(404, "this server generates text; it has no embeddings", code="not_supported")
@@ -130,6 +164,45 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
             return {"tokens": tokens, "count": len(tokens), "max_model_len": served.engine.spec.context_length}
         finally:
             api.hub.release(served)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        served = api.hub.acquire(body.model)
+        try:
+            return {"prompt": await asyncio.to_thread(_text, served.engine.inputs, body.tokens)}
+        finally:
+            api.hub.release(served)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        served = api.hub.acquire(None)
+        try:
+            return _tokenizer_info(served.engine.inputs)
+        finally:
+            api.hub.release(served)
+
+
+def _tokenizer_info(inputs: InputProcessor) -> dict[str, Any]:
+    codec = inputs.codec
+    if not isinstance(codec, ModelCodec):
+        raise ApiError(404, "the served model has no tokenizer to tell of", code="not_supported")
+    tokenizer = codec.tokenizer
+    ends = sorted(tokenizer.eos_ids)
+    names = {"bos_token": tokenizer.bos_id, "eos_token": ends[0] if ends else None}
+    told = {name: _spelt(tokenizer, token) for name, token in names.items()}
+    return {**told, "pad_token": told["eos_token"], "chat_template": tokenizer.chat_template.source}
+
+
+def _spelt(tokenizer: Any, token: int | None) -> str | None:
+    return None if token is None else tokenizer.token_bytes(token, special=True).decode("utf-8", "replace")
+
+
+def _text(inputs: InputProcessor, tokens: list[int]) -> str:
+    if inputs.codec is None:
+        raise bad_request("the served model has no tokenizer", "model")
+    if not all(0 <= token < inputs.spec.vocab_size for token in tokens):
+        raise bad_request(f"tokens go from 0 to {inputs.spec.vocab_size - 1}", "tokens")
+    return b"".join(map(inputs.codec.token_bytes, tokens)).decode("utf-8", "replace")
 
 
 def _tokens(inputs: InputProcessor, body: TokenizeRequest) -> list[int]:
@@ -219,7 +292,7 @@ def _handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(http: HttpRequest, error: ApiError) -> Response:
         http.scope["state"]["record"]["error"] = error.code
-        return error.response()
+        return error.response(http.scope)
 
     @app.exception_handler(ShoalError)
     async def shoal_error(http: HttpRequest, error: ShoalError) -> Response:
@@ -240,11 +313,13 @@ def _document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with our errors where the framework would announce its own."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        for path in document["paths"].values():
+        for name, path in document["paths"].items():
+            shape = "MessagesError" if name.startswith(ANTHROPIC) else "Error"
             for operation in path.values():
                 operation["responses"].pop("422", None)
-                operation["responses"] |= {str(status): told for status, told in _ERRORS.items()}
-        document.setdefault("components", {}).setdefault("schemas", {})["Error"] = _ERROR_SCHEMA
+                operation["responses"] |= {str(status): _error(text, shape) for status, text in _ERRORS.items()}
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas |= {"Error": _ERROR_SCHEMA, "MessagesError": _MESSAGES_ERROR_SCHEMA}
         for framework in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(framework, None)
         app.openapi_schema = document

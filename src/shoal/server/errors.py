@@ -1,4 +1,6 @@
-"""Errors as the OpenAI API gives them: `{"error": {"message", "type", "param", "code"}}` and the right status."""
+"""Errors as the APIs give them, with the right status: OpenAI's `{"error": {"message", "type", "param", "code"}}`, and
+Anthropic's `{"type": "error", "error": {"type", "message"}}`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.types import Scope
 
 from shoal.errors import (
     ConfigError,
@@ -25,6 +28,7 @@ from shoal.errors import (
 )
 from shoal.types import FinishReason, Result
 
+ANTHROPIC = "/v1/messages"  # paths that begin so have errors in Anthropic's shape
 RETRY_S = 5  # when a model is being switched, nobody knows how long it takes
 
 
@@ -56,9 +60,33 @@ class ApiError(Exception):
             kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
+    def response(self, scope: Scope) -> JSONResponse:
+        """The whole answer, in the shape of the API that was called."""
+        if scope["path"].startswith(ANTHROPIC):
+            request_id = scope["state"]["record"]["request_id"]
+            return JSONResponse(
+                anthropic_body(self, request_id), self.status, {**self.headers, "request-id": request_id}
+            )
         return JSONResponse(self.body, self.status, self.headers)
+
+
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The error object of the Messages API, which names the field in its message."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    named = error.param is None or error.param in error.message
+    message = error.message if named else f"{error.param}: {error.message}"
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def bad_request(message: str, param: str | None, code: str = "invalid_value") -> ApiError:

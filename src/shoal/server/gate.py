@@ -61,15 +61,15 @@ class Gate:
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, call: _Call) -> None:
         if call.status is None:
             error.headers.setdefault("Connection", "close")  # the rest of the body was not read
-            await error.response()(scope, receive, call.send)
+            await error.response(scope)(scope, receive, call.send)
 
     def _check_key(self, scope: Scope) -> None:
         key = self._config.api_key
         if key is None or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FILES):
             return
-        given = _header(scope, b"authorization")
-        scheme, _, token = given.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(_digest(token.strip()), _digest(key.encode())):
+        scheme, _, token = _header(scope, b"authorization").partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")  # as Anthropic's SDK
+        if not given or not hmac.compare_digest(_digest(given), _digest(key.encode())):
             raise ApiError(
                 401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )

@@ -96,7 +96,7 @@ class Call:
 
     def prompt(self, index: int) -> Sequence[int]:
         """The prompt of one generation, in tokens."""
-        return self._handles[index].prepared.tokens
+        return self._handles[index].prompt_tokens
 
     def cut(self, index: int) -> None:
         """End one generation on purpose: what it has written so far is its answer."""
@@ -133,7 +133,7 @@ class Call:
         cached = sum(r.cached_tokens for r in results)
         self.record.update(
             model=self.served.name,
-            prompt_tokens=sum(len(handle.prepared.tokens) for handle in self._handles),
+            prompt_tokens=sum(len(handle.prompt_tokens) for handle in self._handles),
             generated_tokens=self._written,
             prefix_tokens=cached,
             cache_hit=cached > 0,

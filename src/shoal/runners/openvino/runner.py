@@ -187,8 +187,8 @@ def _split(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
     (what other single tokens write, it does).
     """
     pairs = [(each, len(each.tokens) - each.generated if each.generated else 0) for each in plan.sequences]
-    before = tuple(replace(e, tokens=e.tokens[:n], generated=0, want=Want.NOTHING) for e, n in pairs if n)
-    after = tuple(replace(e, tokens=e.tokens[n:], start=e.start + n) for e, n in pairs)
+    before = tuple(e._replace(tokens=e.tokens[:n], generated=0, want=Want.NOTHING) for e, n in pairs if n)
+    after = tuple(e._replace(tokens=e.tokens[n:], start=e.start + n) for e, n in pairs)
     return replace(plan, sequences=before), replace(plan, sequences=after)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loading import ModelCodec
+from shoal.models.toolform import ToolForm
 from shoal.models.traced import as_content
-from shoal.server.openai.schemas import ChatMessage, Tool, ToolCall
+from shoal.server.openai.schemas import ChatMessage, Tool
 from shoal.server.reasoning import effort_variables, history_field, markers_of, template_of
 
 
@@ -22,16 +23,6 @@ class ToolStyle(Enum):
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": ...}</tool_call>, Qwen too
     LLAMA = "llama"  # {"name": ..., "parameters": ...} as the whole answer
     MISTRAL = "mistral"  # [{"name": ..., "arguments": ...}, ...] as the whole answer
-
-
-_EXPLAIN = """You may call functions to help with the task. These are their signatures:
-<tools>
-{tools}
-</tools>
-To call one, answer with a JSON object inside tags, and nothing after it:
-<tool_call>
-{{"name": "function name", "arguments": {{}}}}
-</tool_call>"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +62,29 @@ def tool_style(codec: Codec) -> ToolStyle:
 
 
 def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
-    """Tokens of a conversation up to where the answer begins. Raises `InvalidRequestError`."""
+    """Tokens of a conversation up to where the answer begins. Raises `InvalidRequestError`.
+
+    The template gets tools, calls and results in the form that it shows; a codec without one gets them as text.
+    """
     template = template_of(codec)
-    native, thought = "tools" in template, history_field(template)
-    messages = [_message(message, thought, native=native) for message in _in_order(chat.messages, native=native)]
+    thought = history_field(template)
+    messages = [_message(message, thought) for message in _in_order(chat.messages)]
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in chat.tools]
-    if tools and not native:
-        messages = _with_system(messages, _EXPLAIN.format(tools="\n".join(map(_described, chat.tools))))
     if not isinstance(codec, ModelCodec):
+        messages, _ = ToolForm().fit(messages, tools)
         return codec.encode_messages(messages) + codec.encode(chat.prefill, add_special=False)
     variables = {**effort_variables(template, chat.effort), **(chat.variables or {})}
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
-    text = codec.tokenizer.chat_template.render(messages, tools=tools if native and tools else None, **variables)
+    text = codec.tokenizer.chat_template.render(messages, tools=tools, **variables)
     markers = markers_of(template)
     if chat.effort == "none" and markers is not None and text.rstrip().endswith(markers.begin):
         text += f"\n{markers.end}\n\n"  # the template has no switch
     return codec.tokenizer.encode_chat(text + as_content(chat.prefill))
 
 
-def _in_order(messages: Sequence[ChatMessage], *, native: bool) -> list[ChatMessage]:
-    """The messages with the results of tools in the order of their calls, each under the name of its tool.
-
-    Where results are shown as text, one that stands alone needs no name.
-    """
+def _in_order(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with the results of tools in the order of their calls, each under the name of its tool."""
     ordered: list[ChatMessage] = []
     for are_results, group in groupby(messages, key=lambda message: message.role == "tool"):
         if not are_results:
@@ -102,7 +92,7 @@ def _in_order(messages: Sequence[ChatMessage], *, native: bool) -> list[ChatMess
             continue
         calls = ordered[-1].tool_calls or () if ordered else ()
         place = {call.id: number for number, call in enumerate(calls)}
-        name = {call.id: call.function.name for call in calls} if native or len(calls) > 1 else {}
+        name = {call.id: call.function.name for call in calls}
         results = sorted(group, key=lambda result: place.get(result.tool_call_id or "", len(place)))
         ordered += [
             result.model_copy(update={"name": result.name or name.get(result.tool_call_id or "")}) for result in results
@@ -114,46 +104,23 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _message(message: ChatMessage, thought: str | None, *, native: bool) -> dict[str, Any]:
-    """A message for the template. One that knows no tools sees calls and their results as text.
+def _message(message: ChatMessage, thought: str | None) -> dict[str, Any]:
+    """A message for the template.
 
     `thought` is the field in which it takes what was thought; one that takes none is meant to see none of it.
     """
     role = "system" if message.role == "developer" else message.role
-    content = _content(message)
-    calls = message.tool_calls or []
-    plain: dict[str, Any] = {"role": role, "content": content}
+    plain: dict[str, Any] = {"role": role, "content": _content(message)}
     reasoning = message.reasoning_content or message.reasoning
     if thought is not None and reasoning is not None:
         plain[thought] = reasoning
-    if native:
-        if calls:
-            plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
-        for name in ("name", "tool_call_id"):
-            value = getattr(message, name)
-            if value is not None:
-                plain[name] = value
-        return plain
-    if role == "tool":
-        named = f"{message.name}: " if message.name else ""
-        return {"role": "user", "content": f"<tool_response>\n{named}{content}\n</tool_response>"}
-    if calls:
-        written = [
-            f'<tool_call>\n{{"name": {_json(call.function.name)}, "arguments": {_as_json(call)}}}\n</tool_call>'
-            for call in calls
-        ]
-        plain["content"] = "\n".join([content, *written] if content else written)
+    if message.tool_calls:
+        plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+    for name in ("name", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
     return plain
-
-
-def _as_json(call: ToolCall) -> str:
-    """The arguments of a call; ones that are no JSON as a string, so that what holds them is."""
-    arguments = call.function.arguments
-    try:
-        json.loads(arguments)
-    except (ValueError, RecursionError):
-        return _json(arguments)
-    return arguments
 
 
 def _content(message: ChatMessage) -> str:
@@ -161,10 +128,3 @@ def _content(message: ChatMessage) -> str:
         return message.content
     parts = message.content or []
     return "\n".join(part.text or part.refusal or "" for part in parts) or (message.refusal or "")
-
-
-def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The messages with `text` at the end of their system message, which is made if need be."""
-    if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]

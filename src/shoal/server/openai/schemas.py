@@ -217,6 +217,13 @@ class TokenizeRequest(Strict):
         return self
 
 
+class DetokenizeRequest(Strict):
+    """`POST /detokenize`: the text of tokens."""
+
+    model: str | None = None
+    tokens: Listed[int]
+
+
 class LoadRequest(Strict):
     """`POST /models/load`: a model of the store. Calls in flight may go on for `drain_s`."""
 

@@ -1,0 +1,1 @@
+"""The Anthropic Messages API over the same generations as the OpenAI one."""
