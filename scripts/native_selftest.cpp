@@ -88,7 +88,7 @@ static void products(const Kernels& k, const Kernels& plain, Codes codes, Scales
 }
 
 static void attention(const Kernels& k, const Kernels& plain, Heads heads, int tokens, bool eight) {
-    const size_t bytes = kv_head_bytes(heads.dim, eight ? 8 : 16), width = size_t(heads.dim) * 2;
+    const size_t bytes = kv_head_bytes(heads.dim, heads.v_dim, eight ? 8 : 16), width = size_t(heads.dim) * 2;
     std::vector<uint8_t> kv(2 * bytes), q(size_t(heads.group) * width);
     const auto bf16 = [](std::vector<uint8_t>& to) {
         for (size_t i = 0; i < to.size(); i += 2) {
@@ -118,8 +118,8 @@ static void attention(const Kernels& k, const Kernels& plain, Heads heads, int t
     std::vector<float> outs[2];
     for (const Kernels* which : {&k, &plain}) {
         std::vector<float> state(size_t(state_floats(heads))), out(size_t(heads.group * heads.dim));
-        Row row = {q.data(), state.data(), tokens};
-        which->start_row(state.data(), heads);
+        Row row = {q.data(), state.data(), tokens, 0};
+        which->start_row(state.data(), heads, nullptr);
         for (int first = 0; first < tokens; first += kSpan)
             which->attend[eight](kv.data(), kv.data() + bytes, nullptr, kv.data(), &row, 1, first, heads);
         which->finish_row(state.data(), heads, out.data());
@@ -134,7 +134,7 @@ static void rows(const Kernels& k, const Kernels& plain) {
     k.rms_norm(x.data(), w.data(), 192, 1e-5f, a.data()), plain.rms_norm(x.data(), w.data(), 192, 1e-5f, b.data());
     expect(distance(a, b) < 1e-6, k.name, "rms_norm", distance(a, b));
     a = b = x;
-    k.silu_mul(a.data(), w.data(), 192), plain.silu_mul(b.data(), w.data(), 192);
+    k.activate(Activation::kSilu, a.data(), w.data(), 192, 0, 0), plain.activate(Activation::kSilu, b.data(), w.data(), 192, 0, 0);
     for (int i = 0; i < 192; i++) x[size_t(i)] = x[size_t(i)] / (1 + std::exp(-x[size_t(i)])) * w[size_t(i)];
     expect(distance(a, b) < 1e-6 && distance(a, x) < 1e-6, k.name, "silu", distance(a, x));
     for (int half : {16, 24, 32}) {
@@ -153,7 +153,31 @@ static void rows(const Kernels& k, const Kernels& plain) {
     expect(bad != 0, k.name, "best_of with NaN", bad);
 }
 
+// Two threads beside a busy process become one, try again later and later, and are two again once it has gone.
+static void company() {
+    Company two(2);
+    const auto run = [&](double lost) { two.note(0.01, lost); };
+    run(0.005), run(0.001);
+    expect(two.threads() == 2, "pool", "one bad run", two.threads());
+    run(0.005), run(0.005);
+    expect(two.threads() == 1, "pool", "two bad runs", two.threads());
+    int tries = 0;
+    for (int i = 0; i < 2000; i++) {  // 20 s
+        tries += two.threads() == 2;
+        run(two.threads() == 2 ? 0.008 : 0.009);
+    }
+    expect(tries >= 4 && tries <= 8, "pool", "tries beside a busy process", tries);
+    int alone = 0;
+    for (int i = 0; i < 2000; i++) alone += two.threads() == 1, run(0);
+    expect(two.threads() == 2 && alone <= 800, "pool", "runs until it comes back", alone);
+    run(0.005), run(0.005);
+    alone = 0;
+    for (int i = 0; i < 100; i++) alone += two.threads() == 1, run(0);
+    expect(two.threads() == 2 && alone <= 26, "pool", "the first rest", alone);
+}
+
 int main() {
+    company();
     const Kernels& plain = *choose_kernels("plain");
     for (const Kernels* each : supported_kernels()) {
         const Kernels& k = *each;
@@ -168,7 +192,7 @@ int main() {
         for (int dim : {32, 64, 96, 128})
             for (int group : {1, 2, 3, 4, 7})
                 for (int tokens : {1, 2, 31, 33, 64})
-                    for (bool eight : {false, true}) attention(k, plain, {group, dim}, tokens, eight);
+                    for (bool eight : {false, true}) attention(k, plain, {group, dim, dim, 0}, tokens, eight);
         rows(k, plain);
         printf("%s: %s\n", k.name, failures ? "FAILED" : "as plain");
     }

@@ -417,6 +417,38 @@ def test_threads_are_pinned_only_when_asked(blocks: Path) -> None:
     free.close()
 
 
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "100000 100000"}, 1),  # the quota of a group above
+        ("0::/\n", {"cpu.max": "150000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("4:cpu,cpuacct:/c\n", {"cpu/c/cpu.cfs_quota_us": "100000", "cpu/c/cpu.cfs_period_us": "100000"}, 1),
+        ("4:cpu,cpuacct:/c\n", {"cpu/c/cpu.cfs_quota_us": "-1", "cpu/c/cpu.cfs_period_us": "100000"}, None),
+        ("4:memory:/c\n", {"cpu/c/cpu.cfs_quota_us": "100000", "cpu/c/cpu.cfs_period_us": "100000"}, None),
+        ("0::/a\n", {"a/cpu.max": "max 100000"}, None),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+def test_a_quota_bounds_the_threads(groups: str, files: dict[str, str], cores: int | None, tmp_path: Path) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "sys" / "fs" / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert load_core().cpus(str(tmp_path)) == (cores or len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for cpu in os.sched_getaffinity(0):
+        folder = tmp_path / "sys" / "devices" / "system" / "cpu" / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text("0-1\n")
+    assert load_core().cpus(str(tmp_path)) == 1
+
+
 def test_idle_threads_take_no_cpu(tiny: NativeRunner) -> None:
     run(tiny, item([1, 2, 3], 0, (0,)))
     time.sleep(0.05)

@@ -163,7 +163,7 @@ NB_MODULE(_core, m) {
         for (const Kernels* kernels : supported_kernels()) names.push_back(kernels->name);
         return names;
     });
-    m.def("cpus", &available_cpus, "CPUs this process may run on.");
+    m.def("cpus", &available_cpus, nb::arg("root") = "", "Cores this process may use: physical ones, within a container's quota.");
     m.def("strips_of", [](const nb::dict& entry) {
         const Matrix form = form_of(entry_of(entry));
         return std::pair<size_t, size_t>(form.strip_bytes, size_t(form.strips));
@@ -191,5 +191,6 @@ NB_MODULE(_core, m) {
         .def("release", &Model::release)
         .def("profile", &Model::profile)
         .def_prop_ro("isa", [](const Model& model) { return std::string(model.kernels().name); })
-        .def_prop_ro("threads", &Model::threads);
+        .def_prop_ro("threads", &Model::threads)
+        .def_prop_ro("active_threads", [](const Model& model) { return model.pool().active(); });
 }

@@ -3,24 +3,71 @@
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace shoal {
 
+#if defined(__x86_64__)
+namespace {
+
+// Asked of the CPU itself: a compiler's builtins need a part of its runtime library that not every toolchain brings.
+struct Cpu {
+    unsigned one_c, seven_b, seven_c, seven_d, more_a, state;
+    Cpu() {
+        unsigned a, b, c, d;
+        ask(0, 0, a, b, c, d);
+        const unsigned most = a;
+        ask(1, 0, a, b, one_c, d);
+        state = 0;
+        if (one_c >> 27 & 1) {  // the system keeps the state of wide registers
+            unsigned high;
+            asm volatile("xgetbv" : "=a"(state), "=d"(high) : "c"(0));
+        }
+        seven_b = seven_c = seven_d = more_a = 0;
+        if (most < 7) return;
+        ask(7, 0, a, seven_b, seven_c, seven_d);
+        if (a >= 1) ask(7, 1, more_a, b, c, d);
+    }
+    static void ask(unsigned leaf, unsigned sub, unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
+        asm volatile("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(leaf), "c"(sub));
+    }
+    static bool all(unsigned word, std::initializer_list<int> bits) {
+        for (int bit : bits)
+            if (!(word >> bit & 1)) return false;
+        return true;
+    }
+    bool avx2() const { return (state & 6) == 6 && all(one_c, {12, 28, 29}) && all(seven_b, {5}); }  // fma, avx, f16c
+    bool avx512() const { return avx2() && (state & 0xe6) == 0xe6 && all(seven_b, {16, 17, 30, 31}) && all(seven_c, {11}); }  // f, dq, bw, vl; vnni
+    bool bf16() const { return all(more_a, {5}); }
+    bool avx_vnni() const { return all(more_a, {4}); }
+    bool amx() const { return (state >> 17 & 3) == 3 && all(seven_d, {24, 25}); }  // tiles, int8
+};
+
+// Linux gives a process its matrix registers when it asks.
+bool granted_tiles() {
+#if defined(__linux__)
+    constexpr long kAsk = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+#endif
+
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> out;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) out.push_back(kernels_avx512bf16());
-    if (avx512) out.push_back(kernels_avx512vnni());
-    // AVX-VNNI is CPUID leaf 7, subleaf 1, EAX bit 4; older compilers have no name for it.
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    asm volatile("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(1));
-    if (avx2 && (a >> 4 & 1)) out.push_back(kernels_avx2vnni());
-    if (avx2) out.push_back(kernels_avx2base());
+    const Cpu cpu;
+    if (cpu.avx512() && cpu.bf16() && cpu.amx() && granted_tiles()) out.push_back(kernels_amx());
+    if (cpu.avx512() && cpu.bf16()) out.push_back(kernels_avx512bf16());
+    if (cpu.avx512()) out.push_back(kernels_avx512vnni());
+    if (cpu.avx2() && cpu.avx_vnni()) out.push_back(kernels_avx2vnni());
+    if (cpu.avx2()) out.push_back(kernels_avx2base());
 #elif defined(__aarch64__)
 #if defined(__APPLE__)
     out.push_back(kernels_neon_dot());  // every Apple CPU since the A11

@@ -93,7 +93,7 @@ void Step::group_pairs(const Layer& l, Batch& b, const Acts& in) {
     runs.clear();
     for (int e = 0, first = 0, tile = 0; e < l.experts; e++) {
         if (!counts[size_t(e)]) continue;
-        const int tiles = (counts[size_t(e)] + k.max_rows - 1) / k.max_rows;
+        const int tiles = Acts::tiles_of(counts[size_t(e)], k.max_rows);
         runs.push_back({e, first, tile, tile + tiles});
         sizes.push_back(counts[size_t(e)]);
         at[size_t(e)] = first, first += counts[size_t(e)], tile += tiles;
@@ -115,7 +115,7 @@ void Step::gather(const Acts& in, int unit) {
         const int row = pair_row[size_t(to.first + i)];
         const Tile& from = in.of(row);
         const int r = row - from.first;
-        for (int j = 0; j < c.embd / 4; j++) memcpy(to.a + (size_t(j) * to.rows + i) * 4, from.a + (size_t(j) * from.rows + r) * 4, 4);
+        for (int j = 0; j < c.embd / 4; j++) memcpy(to.quad(j, i), from.quad(j, r), 4);
         for (int g = 0; g < groups; g++) {
             to.s[g * to.rows + i] = from.s[g * from.rows + r], to.t[g * to.rows + i] = from.t[g * from.rows + r];
             for (int half = 2 * g; half < 2 * g + 2; half++) to.nsum[half * to.rows + i] = from.nsum[half * from.rows + r];

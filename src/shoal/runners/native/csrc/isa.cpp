@@ -4,6 +4,7 @@
 #include "norms.h"
 #include "products.h"
 #include "recurrent.h"
+#include "tiles.h"
 
 #define SHOAL_JOIN(a, b) a##b
 #define SHOAL_NAME(isa) SHOAL_JOIN(kernels_, isa)
@@ -12,8 +13,17 @@
 
 namespace shoal {
 
+#ifdef __AMX_INT8__
+constexpr int kMostRows = 2 * kSub;
+constexpr auto kProduct = product_of_many;
+#else
+constexpr int kMostRows = kMaxRows;
+constexpr auto kProduct = product;
+static_assert(kMaxRows <= kVectorRows);
+#endif
+
 const Kernels* SHOAL_NAME(SHOAL_ISA)() {
-    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA), kMaxRows, product, quantise, rms_norm, layer_norm, activate,
+    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA), kMostRows, kProduct, quantise, rms_norm, layer_norm, activate,
                                       gate_by, add_scaled, soft_cap, convolve, recur, rotate, to_bf16_row, start_row, to_codes,
                                       {attend<false>, attend<true>}, finish_row, best_of};
     return &table;

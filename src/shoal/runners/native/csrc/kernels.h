@@ -22,6 +22,7 @@ static inline float from_half(uint16_t h) {
 
 constexpr int kStrip = 32;   // outputs that lie side by side in a packed weight: two halves of 16 lanes
 constexpr int kGroup = 32;   // inputs that share the scale of an activation
+constexpr int kVectorRows = 8;  // the most rows of a tile for kernels without matrix registers
 constexpr int kBlock = 32;   // token slots of a KV block
 constexpr int kSpan = 64;    // tokens that one softmax update takes: two blocks, always split at multiples of 64
 
@@ -82,7 +83,8 @@ struct Matrix {
 
 // Activations of up to max_rows rows, quantised to 8 bits in groups of 32: x = s * a.
 //
-//   a       [k/4][rows][4]    so that the four inputs of all rows of a tile lie side by side
+//   a       [k/4][rows][4]    so that the four inputs of all rows of a tile lie side by side; where there are more rows than
+//                             vectors take, for matrix registers, [k/32][rows][32]
 //   s, t    [k/32][rows]      scale, and scale * sum of the group's a
 //   nsum    [k/16][rows]      minus the sum of each half group; exact integers
 //   x       [k][rows]         the values themselves, only where some weight of the model is not quantised
@@ -91,6 +93,8 @@ struct Tile {
     int8_t* a = nullptr;
     float *s = nullptr, *t = nullptr, *x = nullptr;
     int32_t* nsum = nullptr;
+    bool by_row() const { return rows > kVectorRows; }
+    int8_t* quad(int j, int row) const { return by_row() ? a + (size_t(j / 8) * size_t(rows) + size_t(row)) * kGroup + j % 8 * 4 : a + (size_t(j) * size_t(rows) + size_t(row)) * 4; }
 };
 
 // One query row under attention, for one KV head. `state` is [group] maxima padded to 16, [group][16] sums, [group][v_dim].
@@ -171,7 +175,7 @@ struct Kernels {
     void (*best_of)(const float* x, int n, int first, float& best, int& index, float& bad);
 };
 
-const Kernels *kernels_avx512bf16(), *kernels_avx512vnni(), *kernels_avx2vnni(), *kernels_avx2base();
+const Kernels *kernels_amx(), *kernels_avx512bf16(), *kernels_avx512vnni(), *kernels_avx2vnni(), *kernels_avx2base();
 const Kernels *kernels_neon_i8mm(), *kernels_neon_dot(), *kernels_plain();
 
 }  // namespace shoal

@@ -102,8 +102,9 @@ void quantise(const float* x, int k, const Tile& tile, int row, int first) {
         store_bytes(q + 16, second_half);
         const int sums[2] = {hisum(first_half), hisum(second_half)};
         const int g = (first + i) / kGroup;
-        int8_t* a = tile.a + size_t(g) * kGroup * tile.rows + row * 4;
-        for (int j = 0; j < 8; j++) memcpy(a + j * tile.rows * 4, q + 4 * j, 4);
+        if (tile.by_row()) memcpy(tile.quad(8 * g, row), q, kGroup);
+        else
+            for (int j = 0; j < 8; j++) memcpy(tile.quad(8 * g + j, row), q + 4 * j, 4);
         tile.s[g * tile.rows + row] = s;
         tile.t[g * tile.rows + row] = s * (float(sums[0]) + float(sums[1]));
         tile.nsum[(2 * g) * tile.rows + row] = int32_t(0u - uint32_t(sums[0]));

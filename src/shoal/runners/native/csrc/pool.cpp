@@ -1,5 +1,12 @@
 #include "pool.h"
 
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <ctime>
+#include <fstream>
+#include <set>
+
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -15,36 +22,103 @@ inline void relax() {
 #endif
 }
 
+std::vector<int> allowed_cpus() {
+    std::vector<int> out;
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+            if (CPU_ISSET(cpu, &set)) out.push_back(cpu);
+#endif
+    return out;
+}
+
 void stay_on(int place) {
 #if defined(__linux__)
-    cpu_set_t allowed, one;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-    place %= CPU_COUNT(&allowed);
-    int cpu = 0;
-    while (!CPU_ISSET(cpu, &allowed) || place-- > 0) cpu++;
+    const std::vector<int> cpus = allowed_cpus();
+    if (cpus.empty()) return;
+    cpu_set_t one;
     CPU_ZERO(&one);
-    CPU_SET(cpu, &one);
+    CPU_SET(size_t(cpus[size_t(place) % cpus.size()]), &one);
     sched_setaffinity(0, sizeof one, &one);
 #else
     (void)place;
 #endif
 }
 
-}  // namespace
-
-int available_cpus() {
-#if defined(__linux__)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-#endif
-    int n = int(std::thread::hardware_concurrency());
-    return n > 0 ? n : 1;
+std::string first_line(const std::string& path) {
+    std::ifstream file(path);
+    std::string line;
+    std::getline(file, line);
+    return line;
 }
 
-Pool::Pool(int threads, bool pin) : size_(threads) {
-    threads_.reserve(size_t(threads));
+// "max 100000" and "200000 100000" of version 2; version 1 has a file for each number. 0: no limit.
+double quota_at(const std::string& folder) {
+    std::string quota = first_line(folder + "/cpu.max"), period;
+    if (const size_t space = quota.find(' '); space != std::string::npos) period = quota.substr(space + 1), quota.resize(space);
+    if (quota.empty()) quota = first_line(folder + "/cpu.cfs_quota_us"), period = first_line(folder + "/cpu.cfs_period_us");
+    const double a = std::atof(quota.c_str()), b = std::atof(period.c_str());
+    return a > 0 && b > 0 ? a / b : 0;
+}
+
+// The least quota of this process's groups and those above them.
+double quota(const std::string& root) {
+    double least = 0;
+    const auto take = [&](double q) { least = q > 0 && (least == 0 || q < least) ? q : least; };
+    std::ifstream groups(root + "/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {  // "0::/path", or "4:cpu,cpuacct:/path"
+        const size_t first = line.find(':'), second = line.find(':', first + 1);
+        if (second == std::string::npos) continue;
+        const std::string controllers = line.substr(first + 1, second - first - 1);
+        if (!controllers.empty() && ("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
+        const std::string mount = root + "/sys/fs/cgroup" + (controllers.empty() ? "" : "/cpu");
+        for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
+            take(quota_at(mount + path));
+            if (path.find('/') == std::string::npos) break;
+        }
+    }
+    return least;
+}
+
+double own_seconds() {
+    timespec t{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return double(t.tv_sec) + double(t.tv_nsec) * 1e-9;
+}
+
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+int available_cpus(const std::string& root) {
+    std::set<std::string> cores;
+    for (int cpu : allowed_cpus()) {
+        const std::string siblings = first_line(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+        cores.insert(siblings.empty() ? std::to_string(cpu) : siblings);
+    }
+    int n = cores.empty() ? int(std::thread::hardware_concurrency()) : int(cores.size());
+    if (const double most = quota(root); most > 0) n = std::min(n, int(most));
+    return std::max(n, 1);
+}
+
+void Company::note(double seconds, double lost) {
+    rested_ += seconds;
+    const bool strike = now_ > 1 && lost > kLeast && lost > kShare * seconds;
+    strikes_ = strike ? strikes_ + 1 : 0;
+    if (strikes_ >= (good_ < kProven ? 1 : 2)) {
+        if (good_ < kProven) rest_ = std::min(rest_ * 2, kLongestRest);  // it had just come back
+        now_--, strikes_ = 0, rested_ = 0, good_ = kProven;
+        return;
+    }
+    if (strike) return;
+    if (good_ < kProven && ++good_ == kProven) rest_ = kFirstRest;
+    if (now_ < most_ && good_ == kProven && rested_ >= rest_) now_++, rested_ = 0, good_ = 0;
+}
+
+Pool::Pool(int threads, bool pin) : workers_(size_t(threads)), company_(threads) {
     try {
-        for (int i = 1; i < threads; i++) threads_.emplace_back([this, i, pin] { work(i, pin); });
+        for (int i = 1; i < threads; i++) workers_[size_t(i)].thread = std::thread([this, i, pin] { work(i, pin); });
     } catch (...) {  // the system gives no more threads: end those that started, then say so
         end();
         throw;
@@ -53,36 +127,48 @@ Pool::Pool(int threads, bool pin) : size_(threads) {
 
 void Pool::end() {
     stop_ = true;
-    job_.fetch_add(1);
-    job_.notify_all();
-    for (auto& thread : threads_) thread.join();
+    for (Worker& worker : workers_) {
+        worker.job.fetch_add(1);
+        worker.job.notify_all();
+        if (worker.thread.joinable()) worker.thread.join();
+    }
 }
 
 void Pool::run(void (*fn)(void*, int), void* context) {
-    fn_ = fn, context_ = context;
-    job_.fetch_add(1, std::memory_order_release);
-    job_.notify_all();
-    fn(context, 0);
+    fn_ = fn, context_ = context, taking_part_ = company_.threads();
+    started_ = seconds();
+    for (int i = 1; i < taking_part_; i++) {
+        workers_[size_t(i)].job.fetch_add(1, std::memory_order_release);
+        workers_[size_t(i)].job.notify_one();
+    }
+    take_part(0);
+    double lost = 0;
+    for (int i = 0; i < taking_part_; i++) lost = std::max(lost, workers_[size_t(i)].lost);
+    company_.note(seconds() - started_, lost);
+}
+
+void Pool::take_part(int id) {
+    const double own = own_seconds();
+    fn_(context_, id);
+    workers_[size_t(id)].lost = seconds() - started_ - (own_seconds() - own);
     barrier();
 }
 
 void Pool::work(int id, bool pin) {
     if (pin) stay_on(id);
-    uint32_t seen = 0;
-    for (;;) {
-        for (int spin = 0; spin < 4000 && job_.load(std::memory_order_acquire) == seen; spin++) relax();
-        while (job_.load(std::memory_order_acquire) == seen) job_.wait(seen, std::memory_order_acquire);
-        seen++;
+    std::atomic<uint32_t>& job = workers_[size_t(id)].job;
+    for (uint32_t seen = 0;; seen++) {
+        for (int spin = 0; spin < 4000 && job.load(std::memory_order_acquire) == seen; spin++) relax();
+        while (job.load(std::memory_order_acquire) == seen) job.wait(seen, std::memory_order_acquire);
         if (stop_.load()) return;
-        fn_(context_, id);
-        barrier();
+        take_part(id);
     }
 }
 
 void Pool::barrier() {
-    if (size_ == 1) return;
+    if (taking_part_ == 1) return;
     const uint32_t turn = turn_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(size_)) {
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(taking_part_)) {
         arrived_.store(0, std::memory_order_relaxed);
         turn_.fetch_add(1, std::memory_order_release);
         return;

@@ -57,12 +57,12 @@ template <Scales kScales> inline F minimum_at(const uint8_t* p, int g, int part,
     return mul(m, to_float(ior(shift_right(low, 4), iand(shift_left(upper, 2), iset(0x30)))));
 }
 
-// `half` is the first of kHalves halves of the strip; both at once share the loads of a few rows' activations.
+// `half` is the first of kHalves halves of the strip: read once. Both at once share the loads of a few rows' activations.
 template <Codes kCodes, Scales kScales, int kRows, int kHalves>
 inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x, float* out, int ld, bool accumulate, const F* first) {
     constexpr bool kMin = has_min(kScales), kTable = kCodes == Codes::kTable, kWide = kCodes == Codes::kEight || kTable;
     constexpr int kParts = kGroup / scale_inputs(kScales), kGroups = groups_of_block(kScales), kBytes = block_bytes(kCodes, kScales);
-    constexpr int kShare = kBytes / kGroups;
+    constexpr int kShare = kBytes / kGroups, kAtOnce = kRows > 6 ? 1 : kHalves;  // of many rows, one half's integers fill the registers
     const I table = kTable ? load_table(w.table) : iset(0);
     const F unit = set(float_of(uint32_t(w.unit_log2 + 127) << 23));
     F acc[kHalves][kRows];
@@ -76,47 +76,48 @@ inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x,
         const uint8_t* ahead = block + within * kShare + kAhead;
 #pragma GCC unroll 32
         for (int line = 0; line < kShare; line += 64) __builtin_prefetch(ahead + line, 0, 2);
-#pragma GCC unroll 2
-        for (int h = 0; h < kParts; h++) {
-            I c[kHalves][kRows];
-#pragma GCC unroll 6
+#pragma GCC unroll 4
+        for (int hp = 0; hp < kParts * (kHalves / kAtOnce); hp++) {
+            const int h = hp % kParts, q = hp / kParts * kAtOnce;  // part of the group; first of the halves
+            I c[kAtOnce][kRows];
+#pragma GCC unroll 8
             for (int i = 0; i < kRows; i++) {
                 I start = iset(0);
                 if (!kMin) start = shift_left(iset(kParts == 2 ? nsum[h * kRows + i] : nsum[i] + nsum[kRows + i]), w.offset_log2);
 #pragma GCC unroll 4
-                for (int p = 0; p < kHalves; p++) c[p][i] = start;
+                for (int p = 0; p < kAtOnce; p++) c[p][i] = start;
             }
 #pragma GCC unroll 8
             for (int j = 0; j < 8 / kParts; j++) {
                 const int step = h * (8 / kParts) + j;
-                I v[kHalves];
+                I v[kAtOnce];
 #pragma GCC unroll 4
-                for (int p = 0; p < kHalves; p++) v[p] = codes_at<kCodes>(codes, half + p, step, table);
-#pragma GCC unroll 6
+                for (int p = 0; p < kAtOnce; p++) v[p] = codes_at<kCodes>(codes, half + q + p, step, table);
+#pragma GCC unroll 8
                 for (int i = 0; i < kRows; i++) {
                     const I four = broadcast4(a + (step * kRows + i) * 4);
 #pragma GCC unroll 4
-                    for (int p = 0; p < kHalves; p++) c[p][i] = dot<kWide>(c[p][i], v[p], four);
+                    for (int p = 0; p < kAtOnce; p++) c[p][i] = dot<kWide>(c[p][i], v[p], four);
                 }
             }
 #pragma GCC unroll 4
-            for (int p = 0; p < kHalves; p++) {
-                const F d = scale_at<kScales, kTable>(block, within, h, (half + p) * 16, unit);
-#pragma GCC unroll 6
-                for (int i = 0; i < kRows; i++) acc[p][i] = fma(to_float(c[p][i]), mul(d, set(x.s[g * kRows + i])), acc[p][i]);
+            for (int p = 0; p < kAtOnce; p++) {
+                const F d = scale_at<kScales, kTable>(block, within, h, (half + q + p) * 16, unit);
+#pragma GCC unroll 8
+                for (int i = 0; i < kRows; i++) acc[q + p][i] = fma(to_float(c[p][i]), mul(d, set(x.s[g * kRows + i])), acc[q + p][i]);
                 if (!kMin) continue;
-                const F m = minimum_at<kScales>(block, within, h, (half + p) * 16);
-#pragma GCC unroll 6
+                const F m = minimum_at<kScales>(block, within, h, (half + q + p) * 16);
+#pragma GCC unroll 8
                 for (int i = 0; i < kRows; i++) {
                     const float t = kParts == 1 ? x.t[g * kRows + i] : x.s[g * kRows + i] * -float(nsum[h * kRows + i]);
-                    acc[p][i] = fma(m, set(t), acc[p][i]);
+                    acc[q + p][i] = fma(m, set(t), acc[q + p][i]);
                 }
             }
         }
     }
 #pragma GCC unroll 4
     for (int p = 0; p < kHalves; p++)
-#pragma GCC unroll 6
+#pragma GCC unroll 8
         for (int i = 0; i < kRows; i++) {
             float* to = out + size_t(i) * ld + p * 16;
             store(to, accumulate ? add(load(to), acc[p][i]) : acc[p][i]);
@@ -162,24 +163,28 @@ inline void dense_strip(const Matrix& w, const uint8_t* data, int half, const Ti
 
 using StripFn = void (*)(const Matrix&, const uint8_t*, int, const Tile&, float*, int, bool, const F*);
 
+// The one of FN(codes, scales) for the form of w.
+#define SHOAL_CHOOSE(FN)                                                     \
+    switch (w.codes) {                                                       \
+        case Codes::kTwo: return FN(kTwo, kNibbles);                         \
+        case Codes::kThree: return FN(kThree, kByte16);                      \
+        case Codes::kSix: return FN(kSix, kByte16);                          \
+        case Codes::kEight: return FN(kEight, kHalf);                        \
+        case Codes::kFive:                                                   \
+            if (w.scales == Scales::kSix) return FN(kFive, kSix);            \
+            return w.scales == Scales::kHalf ? FN(kFive, kHalf) : FN(kFive, kHalfMin); \
+        case Codes::kTable:                                                  \
+            if (w.scales == Scales::kByte) return FN(kTable, kByte);         \
+            if (w.scales == Scales::kByte16) return FN(kTable, kByte16);     \
+            return w.scales == Scales::kHalf ? FN(kTable, kHalf) : FN(kTable, kPower); \
+        default:                                                             \
+            if (w.scales == Scales::kSix) return FN(kFour, kSix);            \
+            return w.scales == Scales::kHalf ? FN(kFour, kHalf) : FN(kFour, kHalfMin); \
+    }
+
 template <int kRows, int kHalves> StripFn choose(const Matrix& w) {
 #define SHOAL_STRIP(codes_, scales_) strip<Codes::codes_, Scales::scales_, kRows, kHalves>
-    switch (w.codes) {
-        case Codes::kTwo: return SHOAL_STRIP(kTwo, kNibbles);
-        case Codes::kThree: return SHOAL_STRIP(kThree, kByte16);
-        case Codes::kSix: return SHOAL_STRIP(kSix, kByte16);
-        case Codes::kEight: return SHOAL_STRIP(kEight, kHalf);
-        case Codes::kFive:
-            if (w.scales == Scales::kSix) return SHOAL_STRIP(kFive, kSix);
-            return w.scales == Scales::kHalf ? SHOAL_STRIP(kFive, kHalf) : SHOAL_STRIP(kFive, kHalfMin);
-        case Codes::kTable:
-            if (w.scales == Scales::kByte) return SHOAL_STRIP(kTable, kByte);
-            if (w.scales == Scales::kByte16) return SHOAL_STRIP(kTable, kByte16);
-            return w.scales == Scales::kHalf ? SHOAL_STRIP(kTable, kHalf) : SHOAL_STRIP(kTable, kPower);
-        default:
-            if (w.scales == Scales::kSix) return SHOAL_STRIP(kFour, kSix);
-            return w.scales == Scales::kHalf ? SHOAL_STRIP(kFour, kHalf) : SHOAL_STRIP(kFour, kHalfMin);
-    }
+    SHOAL_CHOOSE(SHOAL_STRIP)
 }
 
 constexpr int kBoth = kMaxRows > 4 ? 2 : 1;  // halves at once: needs the registers
@@ -192,6 +197,8 @@ inline StripFn choose(const Matrix& w, int rows) {
 #if !defined(SHOAL_PLAIN) && defined(__AVX512F__)
         case 5: return choose<5, 2>(w);
         case 6: return choose<6, 2>(w);
+        case 7: return choose<7, 2>(w);
+        case 8: return choose<8, 2>(w);
 #endif
         default: return choose<4, kBoth>(w);
     }

@@ -21,7 +21,7 @@
 namespace shoal { namespace {
 
 #if !defined(SHOAL_PLAIN) && defined(__AVX512F__)
-constexpr int kMaxRows = 6;  // of 32 outputs: 12 sums + 12 partial sums + weights + scales = 28 to 30 of 32 registers
+constexpr int kMaxRows = 8;  // of 32 outputs: 16 sums + 8 partial sums + weights + scales = 28 to 30 of 32 registers
 struct F { __m512 v; };
 struct I { __m512i v; };
 inline F set(float x) { return {_mm512_set1_ps(x)}; }

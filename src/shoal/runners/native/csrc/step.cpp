@@ -48,7 +48,7 @@ void Acts::shape_runs(const std::vector<int>& runs, int rows, int k, int max_row
     grow(memory_, (row + 64) * size_t(rows));
     uint8_t* at = memory_.data();
     for (int run : runs) {
-        const int count = (run + max_rows - 1) / max_rows;
+        const int count = tiles_of(run, max_rows);
         for (int i = 0; i < count; i++) {
             const int n = run / count + (i < run % count);
             Tile t;
