@@ -21,10 +21,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 # Ray's prefix-aware router would do without a key, but ray.serve.llm cannot be imported unless vLLM or SGLang is there.
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+MAX_BODY_BYTES = 8 * 2**20  # as the server's
 KEY_CHARACTERS = 128  # of a prompt's begin: calls that agree in them go to one replica
 
 
@@ -34,6 +35,7 @@ class Call:
 
     method: str
     path: str
+    query: bytes
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
@@ -54,7 +56,7 @@ class Replica:
 
     async def call(self, call: Call) -> AsyncIterator[dict[str, Any]]:
         """The messages of the answer: its start, then its body in pieces."""
-        sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         gone = asyncio.Event()
         given = False
 
@@ -69,17 +71,20 @@ class Replica:
         async def send(message: Any) -> None:
             await sent.put(dict(message))
 
-        answering = asyncio.ensure_future(self._app(_scope(call), receive, send))
+        async def answer() -> None:
+            try:
+                await self._app(_scope(call), receive, send)
+            finally:
+                await sent.put(None)  # also when it ends without a word, or raises
+
+        answering = asyncio.ensure_future(answer())
         try:
-            more = True
-            while more:
-                message = await sent.get()
-                more = message["type"] == "http.response.start" or message.get("more_body", False)
+            while (message := await sent.get()) is not None:
                 yield message
         finally:
             gone.set()
             with contextlib.suppress(asyncio.CancelledError):
-                await answering
+                await asyncio.wait([answering])
 
     def check_health(self) -> None:
         """Ray replaces a replica whose engine has failed."""
@@ -109,12 +114,29 @@ def _scope(call: Call) -> dict[str, Any]:
         "path": call.path,
         "raw_path": call.path.encode(),
         "root_path": "",
-        "query_string": b"",
+        "query_string": call.query,
         "headers": call.headers,
         "client": None,
         "server": None,
         "state": {},
     }
+
+
+async def _body(request: Request) -> bytes | None:
+    """The body of a call; None for one that is too large."""
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def error(message: str, code: str) -> dict[str, Any]:
+    """An error as the server's own look."""
+    kind = "invalid_request_error" if code == "body_too_large" else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 async def _bodies(messages: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -151,11 +173,15 @@ class Ingress:
     @ingress.api_route("/{path:path}", methods=["GET", "POST"])
     async def pass_on(self, path: str, request: Request) -> Response:
         """One call."""
-        body = await request.body()
-        headers = [(name, value) for name, value in request.headers.raw if name != b"host"]
-        call = Call(request.method, f"/{path}", headers, body)
+        body = await _body(request)
+        if body is None:
+            return JSONResponse(error(f"the body is larger than {MAX_BODY_BYTES} bytes", "body_too_large"), 413)
+        query = request.scope["query_string"]
+        call = Call(request.method, f"/{path}", query, list(request.headers.raw), body)
         messages = self._replicas.options(stream=True, session_id=session_of(body)).call.remote(call)
-        start = await anext(messages)
+        start = await anext(messages, None)
+        if start is None:
+            return JSONResponse(error("the replica ended without an answer", "engine_unavailable"), 503)
         pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start["headers"]]
         headers_out = {name: value for name, value in pairs if name != "x-request-id"}  # Ray adds that
         return StreamingResponse(_bodies(messages), start["status"], headers_out)

@@ -28,6 +28,7 @@ SLOW = (
     "unit/test_native",
     "unit/test_openvino",
     "unit/test_quantize.py",
+    "unit/test_shapes.py",
     "unit/test_special_tokens.py",
     "unit/test_stop.py",
     "unit/test_templates.py",
@@ -35,7 +36,7 @@ SLOW = (
     "unit/test_watchdog.py",
 )
 """Beginnings of paths. A server, a backend, a process, a whole vocabulary, hundreds of random cases."""
-QUICK = ("server/test_api.py", "server/test_docs.py", "server/test_logprobs.py", "server/test_toolcalls.py")
+QUICK = ("server/test_api.py", "server/test_docs.py")
 """What is quick all the same."""
 MODEL = ("agents/test_real.py", "browser", "parity/test_real_engine.py", "server/test_frameworks.py")
 

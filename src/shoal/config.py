@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from shoal.errors import ConfigError
 from shoal.names import did_you_mean
@@ -25,6 +25,31 @@ def parse_bytes(value: object, name: str) -> int:
     raise ConfigError(
         f"{name} is {value!r}", value=value, hint='give bytes above 0, as a number or like "512MiB" or "2GB"'
     )
+
+
+class Settings(TypedDict, total=False):
+    """The fields of `EngineConfig` as keyword arguments, for `Engine.load`."""
+
+    max_batch: int
+    kv_memory: int | str
+    memory: int | str | None
+    prefix_memory: int | str | None
+    prefix_sharing: bool
+    max_step_tokens: int
+    max_stall_ms: float
+    max_queue: int
+    max_queue_tokens: int
+    decode_chunk: int
+    ageing_s: float
+    watchdog_s: float
+    threads: int | None
+    pin_threads: bool
+    precision: Literal["auto", "bf16", "f32"]
+    kv_precision: Literal["auto", "bf16", "u8"]
+    runner: str
+    runner_options: Mapping[str, int | float | str | bool]
+    seed: int | None
+    record: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,8 +81,8 @@ class SamplingParams:
     whose tokens are all computed then, also those whose KV is cached; beside it `max_tokens` may be 0. Without a `seed`
     the engine draws one and reports it in the result. The stop token is not part of the output; a stop string is cut
     from it.
-    At most one of `json_schema`, `regex` and `grammar` (Lark) constrains the output to that language; JSON comes
-    without free white space. Such an output ends when the grammar does, or short of that at a limit. `thinking` bounds
+    At most one of `json_schema`, `regex` and `grammar` (Lark) constrains the output to that language; JSON has
+    little white space. Such an output ends when the grammar does, or short of that at a limit. `thinking` bounds
     what a reasoning model thinks.
     """
 
@@ -323,6 +323,11 @@ class Result:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: ShoalError | None = None
     queue_s: float | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        why = self.finish_reason if self.error is None else f"{self.finish_reason}: {self.error}"
+        return f"<Result {self.id!r}: {len(self.tokens)} tokens, {why}, {text!r}>"
 
     @property
     def cached_tokens(self) -> int:

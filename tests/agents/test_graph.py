@@ -213,6 +213,7 @@ def test_a_loop_ends_when_it_may_or_must() -> None:
     assert [d["round"] for d in decisions] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_long_loop_and_a_long_chain_end() -> None:
     """Nothing recurses over the graph: a thousand rounds, and a thousand nodes in a row."""
     graph = Graph()

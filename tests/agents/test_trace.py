@@ -159,6 +159,7 @@ NAMES = st.sampled_from([*FIELDS, "state", "graph", "waited_for", "at_ms", "subm
 KINDS = st.sampled_from(["graph", "node", "attempt", "decision", "other"])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(KINDS, st.dictionaries(NAMES, JSON)), max_size=4))
 @settings(max_examples=100, deadline=None)
 def test_any_record_can_be_drawn(drawn: list[tuple[str, dict[str, Any]]]) -> None:
@@ -313,3 +314,14 @@ def test_graph_lint_measures_and_ends_with_1_when_it_finds_something(
     result = shoal("graph", "lint", "g.yaml", "--json")
     assert result.exit_code == 1
     assert "a timestamp in the shared part ('12:30')" in json.loads(result.stdout)["findings"][0]
+
+
+def test_a_trace_that_cannot_be_written_any_more_ends_and_the_run_goes_on() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no device that is always full")
+    with Trace(full) as trace:
+        result = go(troubled().run(ScriptedEngine(answers()), trace=trace))
+        assert "cannot be written" in str(trace.error)
+    assert result.records
+    assert trace.records

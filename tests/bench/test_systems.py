@@ -87,7 +87,7 @@ def test_arrivals_and_schemas_are_honoured(shoal: Shoal) -> None:
     assert [len(t.tokens) for t in timeline.traces] == [4, 4, 4, 1]
     assert "valid" not in timeline.facts
     held = [Job(job.prompt, 80, schema={"enum": ["a", "b"]}) for job in jobs]
-    assert 0 <= shoal.run(held).facts["valid"] <= 1
+    assert shoal.run(held).facts["valid"] == 1
 
 
 def test_an_engine_that_is_not_loaded_says_so(shoal: Shoal) -> None:

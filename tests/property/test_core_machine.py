@@ -256,7 +256,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.loop.unpin(seq_id)
         for tokens, due in self.expected_prefixes:
             self.loop.scheduler.apply(CancelExpectation(tokens, Namespace(), due))
-        assert not self.loop.scheduler.kv.tree._announced, "an announcement was not taken back"
+        assert not self.loop.scheduler.kv.tree.eviction._announced, "an announcement was not taken back"
         check_integrity(self.loop.scheduler)
         assert self.loop.scheduler.kv.pool.num_held == 0
 

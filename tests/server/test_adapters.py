@@ -289,3 +289,34 @@ def test_openai_agents(real: Engine) -> None:
         assert calls
         assert isinstance(text, str)
         assert isinstance(mood, Mood)
+
+
+def test_closing_a_transport_ends_what_other_threads_wait_for() -> None:
+    with toy_engine(FakeRunner(step_s=0.02)) as engine:
+        transport: Any = SyncEngineTransport(engine, "toy")
+        client = httpx.Client(transport=transport, base_url="http://shoal.invalid/v1", timeout=60)
+        ends: list[str] = []
+
+        def call(stream: bool) -> None:
+            body = {**PLAIN, "max_tokens": 3000, "stream": stream}
+            try:
+                client.post("/chat/completions", json=body)
+            except httpx.ReadError as error:
+                ends.append(str(error))
+
+        threads = [threading.Thread(target=call, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        with client.stream("POST", "/chat/completions", json={**PLAIN, "max_tokens": 3000, "stream": True}) as held:
+            next(held.iter_lines())
+            transport.close()
+        for thread in threads:
+            thread.join(10)
+        assert ends == ["the transport was closed"] * 2
+        with pytest.raises(httpx.ReadError, match="is closed"):
+            client.post("/chat/completions", json=PLAIN)
+        transport.close()
+        until = time.monotonic() + 10
+        while engine.stats().running and time.monotonic() < until:
+            time.sleep(0.01)
+        assert engine.stats().running == 0

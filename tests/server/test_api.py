@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,6 +11,8 @@ import pytest
 
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
+from shoal.sampling.grammar import GrammarCompiler
+from shoal.types import SamplingParams
 from tests.support.live import LETTERS, Live, chat_body, error_of, toy
 
 
@@ -297,6 +300,90 @@ def test_a_tool_whose_parameters_cannot_be_honoured_is_named(live: Live, schema:
     flat = [{"type": "function", **function} for function in (good, bad)]
     answer = live.post("/v1/responses", {"input": "hi", "tools": flat, "tool_choice": "required"})
     assert error_of(answer)["param"] == "tools.1.parameters"
+
+
+def held(
+    path: str, schema: dict[str, Any] | None = None, regex: str | None = None
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Bodies that hold an answer to a schema (or a regular expression in one), and the field that does."""
+    schema = schema or {"type": "object", "properties": {"a": {"type": "string", "pattern": regex}}, "required": ["a"]}
+    function = {"name": "f", "parameters": schema}
+    fields: dict[str, Any] = {"max_tokens": 400, "temperature": 1, "seed": 1}
+    if path == "/v1/responses":
+        fields = {"input": "hi", "max_output_tokens": 400, "temperature": 1, "seed": 1}
+        form = {"type": "json_schema", "name": "x", "schema": schema}
+        yield {**fields, "text": {"format": form}}, "text.format"
+        yield {**fields, "tools": [{"type": "function", **function}], "tool_choice": "required"}, "tools"
+        return
+    fields |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [_MESSAGE]}
+    yield {**fields, "structured_outputs": {"json": schema}}, "structured_outputs"
+    if regex is not None:
+        yield {**fields, "structured_outputs": {"regex": regex}}, "structured_outputs"
+    if path == "/v1/chat/completions":
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        yield {**fields, "response_format": form}, "response_format"
+        tools = [{"type": "function", "function": {**function, "strict": True}}]
+        yield {**fields, "tools": tools, "tool_choice": "required"}, "tools"
+        yield {**fields, "tools": tools}, "tools"
+
+
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+USUAL: list[dict[str, Any]] = [  # what libraries emit
+    {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a", "undeclared"]},
+    {"type": "object", "properties": {"id": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}}},
+    {"type": "object", "properties": {"price": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}}},
+    {"type": "object", "properties": {"price": {"type": "string", "format": "decimal", "maxLength": 9}}},
+    {"type": "object", "properties": {"call": {"type": "string", "format": "phone", "maxLength": 9}}},
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("schema", USUAL, ids=lambda value: json.dumps(value)[32:60])
+def test_schemas_that_libraries_emit_are_honoured_everywhere(live: Live, path: str, schema: dict[str, Any]) -> None:
+    for body, _ in held(path, schema):
+        answer = live.post(path, body)
+        assert answer.status_code == 200, (answer.text, body)
+        told = answer.headers.get("x-shoal-note")
+        assert told == ("format not checked: 'phone'" if "phone" in str(schema) else None)
+        streamed = live.post(path, {**body, "stream": True})
+        assert streamed.headers.get("x-shoal-note") == told
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_too_large_for_the_compiler_is_a_400_everywhere(live: Live, path: str) -> None:
+    for body, param in held(path, regex="^(a?){300}a{9999}$"):
+        if "tool_choice" not in body and "tools" in body:
+            continue  # no call may come
+        answer = live.post(path, body)
+        assert answer.status_code == 400, (answer.text, body)
+        assert (error_of(answer)["param"] or "").startswith(param)
+        assert "a{9999}" in error_of(answer)["message"]
+        [last] = [line for line in live.post(path, {**body, "stream": True}).text.split("\n") if '"error"' in line][-1:]
+        assert "a{9999}" in last
+
+
+def test_of_many_tools_the_one_at_fault_is_found_with_few_grammars(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[SamplingParams] = []
+    compile_ = GrammarCompiler.compile
+
+    def counting(self: GrammarCompiler, sampling: SamplingParams) -> Any:
+        compiled.append(sampling)
+        return compile_(self, sampling)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", counting)
+    good = {"type": "object", "properties": {"a": {"$ref": "#/$defs/s"}}, "$defs": {"s": {"type": "string"}}}
+    for at in (0, 77, 127):
+        compiled.clear()
+        bad = {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}},
+            "required": ["a"],
+        }
+        functions = [{"name": f"f{i}", "parameters": bad if i == at else good} for i in range(128)]
+        tools = [{"type": "function", "function": function} for function in functions]
+        answer = live.post(PATHS[0], {"messages": [_MESSAGE], "tools": tools, "tool_choice": "required"})
+        assert error_of(answer)["param"] == f"tools.{at}.function.parameters"
+        assert len(compiled) <= 10
 
 
 def test_catastrophic_expressions_do_no_harm(live: Live) -> None:

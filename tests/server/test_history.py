@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,44 @@ def test_a_place_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(HistoryError, match="cannot be opened"):
         History(tmp_path / "file" / "h.db")
+
+
+def test_the_file_is_its_owners(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    for mode in (None, 0o644):
+        if mode is not None:
+            path.chmod(mode)  # as an earlier version left it
+        history = History(path)
+        history.save(run("a"))
+        modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
+        history.close()
+        assert set(modes.values()) == {"0o600"}, modes
+
+
+def test_processes_that_open_a_new_file_together_all_succeed(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from shoal.server.swarmbench.history import History\n"
+        "for line in sys.stdin: History(Path(line.strip())).close(); print('ok', flush=True)"
+    )
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
+    for number in range(40):
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{tmp_path / str(number)}\n")
+            process.stdin.flush()
+    told = [process.communicate()[0].split() for process in processes]
+    assert told == [["ok"] * 40] * 2
+
+
+def test_a_file_that_is_locked_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    """What SQLite does not wait for by itself: the switch of a new file to a log while somebody reads it."""
+    path = tmp_path / "h.db"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE x (y)")
+    other.execute("BEGIN IMMEDIATE")
+    timer = threading.Timer(0.3, lambda: other.execute("COMMIT"))
+    timer.start()
+    History(path).close()
+    timer.join()
+    other.close()

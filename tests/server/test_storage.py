@@ -86,3 +86,12 @@ def test_a_pull_is_told_of_until_it_ends(live: Live, monkeypatch: pytest.MonkeyP
         time.sleep(0.05)
     assert pull["stage"] == "failed"
     assert "nobody/nothing" in pull["error"]
+
+
+def test_another_spelling_of_the_loaded_model_does_not_delete_it(home: Path) -> None:
+    with Live(toy(), name="org/two") as live:
+        for name in ("org/two", "org--two", "org:two", "ORG/Two"):
+            answer = live.http.delete(f"/swarmbench/storage/{name}")
+            assert answer.status_code in (404, 409), name
+            assert (home / "models" / "org--two" / "model.gguf").exists(), name
+        assert error_of(live.http.delete("/swarmbench/storage/org--two"))["code"] == "model_in_use"

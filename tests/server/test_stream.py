@@ -22,7 +22,7 @@ from tests.support.live import LETTERS, Live, chat_body, toy
 GOLDEN = Path(__file__).parent / "golden"
 _VOLATILE = [
     (re.compile(r'"(id|item_id|call_id)":"(chatcmpl|cmpl|resp|msg|fc|call)[-_][0-9a-f]+"'), r'"\1":"\2"'),
-    (re.compile(r'"(created|created_at)":\d+'), r'"\1":0'),
+    (re.compile(r'"(created|created_at|completed_at)":\d+'), r'"\1":0'),
 ]
 TOOL = {
     "type": "function",

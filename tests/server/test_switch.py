@@ -107,13 +107,14 @@ def test_a_name_that_may_not_be_loaded_disturbs_nobody() -> None:
         assert answers[0].status_code == 200
 
 
-def test_a_second_signal_does_not_wait() -> None:
+@pytest.mark.parametrize("kinds", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM")])
+def test_a_second_signal_does_not_wait(kinds: tuple[str, str]) -> None:
     live = Live(load("a"), load, name="a", drain_s=30)
     thread, answers = in_background(live, chat_body(max_tokens=3900, stream=True))
-    live.server.handle_exit(signal.SIGINT, None)
+    live.server.handle_exit(getattr(signal, kinds[0]), None)
     time.sleep(0.3)
     assert not answers
-    live.server.handle_exit(signal.SIGINT, None)
+    live.server.handle_exit(getattr(signal, kinds[1]), None)
     begin = time.monotonic()
     live.stop()
     assert time.monotonic() - begin < 5

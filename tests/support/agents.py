@@ -43,7 +43,7 @@ def nothing_held(engine: AsyncEngine) -> None:
         check_integrity(scheduler)
         assert scheduler.idle, "requests are left over"
         assert scheduler.kv.pool.num_held == 0, "KV is held"
-        assert not scheduler.kv.tree._announced, "announcements are left over"
+        assert not scheduler.kv.tree.eviction._announced, "announcements are left over"
 
     for _ in range(200):  # the abort of a request that was left takes effect at the next token
         if engine.engine.call(lambda: engine.engine._loop.idle):

@@ -61,5 +61,5 @@ def test_a_thousand_requests_leave_no_table_longer() -> None:
     assert not loop._states
     assert len(scheduler._deadlines) < 200
     assert len(scheduler.kv.tree) <= 8
-    assert not scheduler.kv.tree._announced
+    assert not scheduler.kv.tree.eviction._announced
     assert not scheduler.queue._service

@@ -52,16 +52,11 @@ def on_terminal(command: list[str], **environment: str) -> tuple[int, str]:
     return process.wait(timeout=30), seen.decode()
 
 
-def test_help_comes_quickly_and_imports_no_backend() -> None:
+def test_help_imports_no_backend_and_no_library_that_is_slow_to_import() -> None:
     code = "import sys, shoal.cli.main; print(*sorted({m.split('.')[0] for m in sys.modules}))"
     loaded = set(call([sys.executable, "-c", code]).stdout.split())
-    assert not loaded & {"openvino", "tokenizers", "huggingface_hub", "jinja2"}
-    best = 9.0
-    for _ in range(3):  # the best of three: other work on the machine is not what is measured
-        began = time.perf_counter()
-        assert call([*CLI, "--help"]).returncode == 0
-        best = min(best, time.perf_counter() - began)
-    assert best < 1.0  # 0.3 to 0.45 s on an idle machine
+    assert not loaded & {"openvino", "mlx", "tokenizers", "huggingface_hub", "jinja2", "gguf", "llguidance", "fastapi"}
+    assert call([*CLI, "--help"]).returncode == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")

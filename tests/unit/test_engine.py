@@ -266,10 +266,10 @@ def test_a_runner_that_always_fails_closes_the_engine_by_name() -> None:
 
 def test_a_row_of_nan_ends_alone() -> None:
     runner = FakeRunner()
+    runner.nan_for.update({1, 3})  # the first and the third request
     with toy_engine(runner) as engine:
         handles = [engine.submit(Request(prompt=p, sampling=dataclasses.replace(SHORT, temperature=t)))
                    for p, t in (("a", 0.0), ("b", 0.0), ("c", 1.0), ("d", 1.0))]  # fmt: skip
-        engine.call(lambda: runner.nan_for.update({1, 3}))
         results = [h.result(10) for h in handles]
     assert [r.finish_reason for r in results] == [FinishReason.ERROR, FinishReason.LENGTH] * 2
     assert "not finite" in str(results[0].error)

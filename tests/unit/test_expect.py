@@ -35,8 +35,8 @@ def test_what_is_needed_later_goes_first() -> None:
     tree = PrefixTree(pool, 4)
     soon, late, never = [1] * 4, [2] * 4, [3] * 4
     fill(tree, pool, soon, late, never)
-    tree.announce(tree.path_hashes(soon, HOME), 10)
-    tree.announce(tree.path_hashes(late, HOME), 500)
+    tree.eviction.announce(tree.path_hashes(soon, HOME), 10)
+    tree.eviction.announce(tree.path_hashes(late, HOME), 500)
     gone = []
     for _ in range(3):
         tree.evict(1)
@@ -49,11 +49,11 @@ def test_a_nearer_need_of_the_same_prefix_counts() -> None:
     tree = PrefixTree(pool, 4)
     fill(tree, pool, [1] * 4, [2] * 4)
     for due in (900, 5):
-        tree.announce(tree.path_hashes([1] * 4, HOME), due)
-    tree.announce(tree.path_hashes([2] * 4, HOME), 50)
+        tree.eviction.announce(tree.path_hashes([1] * 4, HOME), due)
+    tree.eviction.announce(tree.path_hashes([2] * 4, HOME), 50)
     tree.evict(1)
     assert tree.match([1] * 4, HOME, limit=4).tokens == 4
-    tree.withdraw(tree.path_hashes([1] * 4, HOME), 5)
+    tree.eviction.withdraw(tree.path_hashes([1] * 4, HOME), 5)
     fill(tree, pool, [2] * 4)
     tree.evict(1)
     assert tree.match([2] * 4, HOME, limit=4).tokens == 4
@@ -64,8 +64,8 @@ def test_of_an_expected_chain_the_end_goes_before_its_beginning_and_before_neare
     tree = PrefixTree(pool, 4)
     chain, near = [1] * 12, [2] * 4
     fill(tree, pool, chain, near)
-    tree.announce(tree.path_hashes(chain, HOME), 100)
-    tree.announce(tree.path_hashes(near, HOME), 1)
+    tree.eviction.announce(tree.path_hashes(chain, HOME), 100)
+    tree.eviction.announce(tree.path_hashes(near, HOME), 1)
     tree.evict(2)
     assert tree.match(chain, HOME, limit=12).tokens == 4
     assert tree.match(near, HOME, limit=4).tokens == 4
@@ -101,7 +101,7 @@ def test_low_priority_gives_way_first_under_memory_pressure() -> None:
 
 
 def announced(engine: AsyncEngine) -> int:
-    return engine.engine.call(lambda: len(engine.engine._loop.scheduler.kv.tree._announced))
+    return engine.engine.call(lambda: len(engine.engine._loop.scheduler.kv.tree.eviction._announced))
 
 
 def held(engine: AsyncEngine) -> int:

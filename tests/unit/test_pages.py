@@ -70,3 +70,21 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_architecture_is_the_tree() -> None:
+    """Every folder of the package is in the drawing, every module of the drawing and of the page's table is there."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "src" / "shoal"
+    drawn = page.split("src/shoal/\n", 1)[1].split("tests/  ", 1)[0]
+    folders = [path for path in package.iterdir() if path.is_dir() and (path / "__init__.py").exists()]
+    assert not [path.name for path in folders if f"  {path.name}/" not in drawn]
+    for line in re.findall(r"^  (\w+)/ +(.*)$", drawn, re.M):
+        words = line[1].split("  ")[0]
+        for word in words.split() if ":" not in words else ():
+            name = word.rstrip("/")
+            if name.isidentifier():
+                place = package / line[0] / name
+                assert place.is_dir() or place.with_suffix(".py").exists(), f"{line[0]}/{name}"
+    for path in re.findall(r"`((?:core|engine|models|runners|agents|server|bench)/[\w/]+\.py)`", page):
+        assert (package / path).exists(), path

@@ -132,11 +132,11 @@ def test_announced_blocks_go_last() -> None:
     tree.put([1, 1, 1, 1])  # oldest, but somebody will need it
     tree.put([2, 2, 2, 2])
     hashes = tree.path_hashes([1, 1, 1, 1], HOME)
-    tree.announce(hashes)
+    tree.eviction.announce(hashes)
     tree.evict(1)
     assert [node.key for node in tree.walk()] == [(1, 1, 1, 1)]
     tree.put([2, 2, 2, 2])
-    tree.withdraw(hashes)
+    tree.eviction.withdraw(hashes)
     tree.evict(1)
     assert [node.key for node in tree.walk()] == [(2, 2, 2, 2)]
 
@@ -144,7 +144,7 @@ def test_announced_blocks_go_last() -> None:
 def test_announced_blocks_do_go_when_nothing_else_is_left() -> None:
     tree = Tree()
     tree.put(A)
-    tree.announce(tree.path_hashes(A, HOME))
+    tree.eviction.announce(tree.path_hashes(A, HOME))
     assert tree.evict(2) == 2
     assert len(tree) == 0
 
@@ -201,4 +201,4 @@ def test_distinct_prompts_do_not_grow_the_tree_or_its_heap() -> None:
             assert tree.evict(1) == 1
         tree.put([i, i, i, i, i, i])
     assert len(tree) <= 8
-    assert len(tree._candidates) < 200
+    assert len(tree.eviction._candidates) < 200

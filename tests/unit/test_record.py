@@ -140,3 +140,13 @@ def test_the_command_shows_a_recording_step_by_step(tmp_path: Path) -> None:
     assert len(lines) == 6
     assert "+1:64@0" in lines[0]
     assert lines[-1].endswith("0 planned otherwise than recorded")
+
+
+def test_a_log_on_a_full_disk_ends_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no device that is always full")
+    with toy_engine(record="/dev/full") as engine:
+        results = engine.run([Request(prompt="x", sampling=SamplingParams(max_tokens=5))]).results
+        assert results[0].error is None
+    assert engine.failure is None
+    assert caplog.text.count("the record cannot be written") == 1

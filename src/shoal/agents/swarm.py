@@ -1,4 +1,4 @@
-"""A swarm: one question, up to eight specialists, one batch; and a card for each, for whoever shows them.
+"""A swarm: one question, up to eight specialists, one batch; and a card for each, to be shown.
 
 The prompts of a swarm share everything but their last line, so the prefix tree computes rules and question once and
 each agent adds a dozen tokens of its own. The agents are a `Graph` of siblings and, if wanted, a synthesis.
@@ -26,7 +26,6 @@ from shoal.agents.build.graph import Graph
 from shoal.agents.build.policy import skip
 from shoal.agents.cards import Card, CardState, Specialist, Summary
 from shoal.agents.run.engines import leaving
-from shoal.agents.run.events import EventKind, Outcome
 from shoal.agents.run.events import State as NodeState
 from shoal.engine.aio import AsyncEngine
 from shoal.errors import InvalidRequestError, ShoalError
@@ -57,7 +56,7 @@ SPECIALISTS = (
 SYNTHESIS = Specialist(
     "Synthesis", "Join these notes into one answer to the question, in four short sentences at most."
 )
-"""Who reads what the others wrote, once they have ended."""
+"""The agent that reads what the others wrote, once they have ended."""
 
 
 def swarm_sampling(max_tokens: int, temperature: float, seed: int) -> SamplingParams:
@@ -84,7 +83,7 @@ def swarm_messages(question: str, specialist: Specialist) -> list[Message]:
 
 
 def notes_text(notes: Sequence[tuple[str, str]]) -> str:
-    """What several wrote, pairs of a name and a text, as one who reads it is given it."""
+    """What several agents wrote, pairs of a name and a text, as it stands in the prompt of the synthesis."""
     return "\n\n".join(["Notes:", *(f"{name}: {text.strip()}" for name, text in notes)])
 
 
@@ -100,7 +99,7 @@ class Swarm:
     Invariant: a submitted agent is followed to its one last event, also after `abort` or when another was refused. All
     methods belong to one event loop. With `serial` each agent is submitted when the one before has ended, everything
     else being equal. With a `synthesis` one more agent reads what the others wrote, once they have ended; its card is
-    not among `cards`. Without `sharing` each agent is in a namespace that nobody else has, so that no prefix is found
+    not among `cards`. Without `sharing` each agent has a namespace of its own, so that no prefix is found
     or left. `deadline_s` is that of each agent, from when it is submitted.
     """
 
@@ -167,6 +166,7 @@ class Swarm:
         if self._work.done() or all(card.finished for card in self.everyone):
             self._concluded = True
             await self._work
+        self._settle()
         for card in self.everyone:
             card.look()
         ended, self._ended_cards = self._ended_cards, []
@@ -222,11 +222,10 @@ class Swarm:
                 for card in self.everyone:
                     if card.finished and card in self._node_of:  # aborted before it began
                         self._run.discard(self._node_of[card])
-                async for event in self._run:
-                    if event.kind is EventKind.ENDED and event.node is not None and event.outcome is not None:
-                        self._node_ended(event.node, event.outcome)
+                await self._run.result()
         finally:
             engine.detach()
+            self._settle()
             for card in self.everyone:
                 if not card.finished:
                     card.state = CardState.ABORTED
@@ -234,13 +233,14 @@ class Swarm:
         if self._refusal is not None:
             raise self._refusal
 
-    def _node_ended(self, node: Node, outcome: Outcome) -> None:
-        """A node without a request of its own has ended: the same call was made already, or it was refused."""
-        card = self._card_of.get(node.id)
-        if card is not None and not card.finished:
-            card.text = outcome.text or ""
-            card.state = CardState.DONE if outcome.state is NodeState.DONE else CardState.FAILED
-            self._card_ended(card)
+    def _settle(self) -> None:
+        """Bring up to date the cards whose nodes ended without a request: the same call was made already, or failed."""
+        for card, node in self._node_of.items():
+            outcome = None if card.finished or self._run is None else self._run.outcome(node)
+            if outcome is not None:
+                card.text = outcome.text or ""
+                card.state = CardState.DONE if outcome.state is NodeState.DONE else CardState.FAILED
+                self._card_ended(card)
 
     def _card_ended(self, card: Card) -> None:
         self._ended_cards.append(card)
@@ -249,7 +249,7 @@ class Swarm:
         self._news.set()
 
     async def _synthesise(self, run: Run, *texts: str | None) -> Node | None:  # noqa: ARG002 - aborted agents wrote too
-        """Add the agent that reads what there is, or nothing when there is nothing or nobody wants it any more."""
+        """Add the synthesis to the run; nothing when no agent wrote anything, or when the synthesis was aborted."""
         card = self.synthesis
         assert card is not None
         notes = [(other.name, other.text) for other in self.cards if other.text.strip()]

@@ -57,7 +57,7 @@ def print_json(document: Any) -> None:
 
 
 def note(text: str) -> None:
-    """A word to the person at the terminal, on standard error; nothing where nobody watches."""
+    """A word to the person at the terminal, on standard error; nothing where that is no terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 

@@ -85,6 +85,6 @@ def main() -> None:
         finally:
             sys.stdout.flush()  # here, where a reader that went away can still be told from a defect
     except BrokenPipeError:
-        # Nobody reads on (`shoal ... | head`). Python flushes once more at its exit; let that go nowhere.
+        # The reader has gone (`shoal ... | head`). Python flushes once more at its exit; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -110,7 +110,7 @@ class CardGrid:
         self._status = f"loading {model}"
         self._drawn: dict[tuple[str, int, int | None], list[list[Segment]]] = {}
         console.print(Text(printable(question), style="bold"))
-        # Drawn by whoever follows the swarm, between two looks: a thread of its own would compete with the engine.
+        # Drawn by the loop that follows the swarm: a thread of its own would compete with the engine.
         self._live = Live(self._cards(), console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,6 +29,9 @@ def serve(
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one and prints it.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None, typer.Option(help="Clients must present this key.", envvar="SHOAL_API_KEY", show_envvar=True)
+    ] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="A file of further keys, one a line: KEY generate,manage,history.")
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Requests that decode together.", min=1)] = setting("max_batch"),
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get 429.", min=1)] = setting("max_queue"),
@@ -51,12 +56,13 @@ def serve(
     from shoal.models.store import default_root
     from shoal.power import Governor
     from shoal.server import logs
-    from shoal.server.config import ServerConfig
+    from shoal.server.config import ServerConfig, read_keys
     from shoal.server.hub import ModelHub
     from shoal.server.run import bind, make_server
 
     config = ServerConfig(
         api_key=api_key,
+        keys=read_keys(api_keys) if api_keys is not None else {},
         request_timeout_s=timeout,
         drain_s=drain,
         cors_origins=tuple(cors or ()),
@@ -65,7 +71,7 @@ def serve(
         allowed_hosts=(host, *(allow_host or ())),
     )
     logs.configure()
-    _warn_if_open(host, api_key)
+    _warn_if_open(host, api_key or next(iter(config.keys), None))
     listening = bind(host, port)
 
     settings = {"max_batch": max_batch, "max_queue": max_queue, "runner": runner, "kv_memory": kv_memory}
@@ -77,6 +83,8 @@ def serve(
     note(f"loading {model}")
     engine = load(model)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: walking it again and again holds up everybody for tens of milliseconds
     hub = ModelHub(load, model, engine, Store().info)  # clients switch among what is in the store, no further
     make_server(hub, config, listening, partial(_tell_address, model, host)).run()
 

@@ -17,8 +17,7 @@ def comply(form: str) -> Suite:
     """The suite of one API, by the name that `llm-comply` gives it."""
 
     def run(target: Target) -> Iterator[Outcome]:
-        address = target.root if form == "anthropic" else target.url
-        call = [sys.executable, "-c", _RUN, "run", "--json", "--format", form, "-u", address, "-k", "none"]
+        call = [sys.executable, "-c", _RUN, "run", "--json", "--format", form, "-u", target.url, "-k", "none"]
         call += ["-m", target.model, "--timeout", "120"]
         done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=1800)
         start = done.stdout.find("{")

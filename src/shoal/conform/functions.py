@@ -84,7 +84,8 @@ def _tool(function: Any, allowed: Any) -> dict[str, Any]:
     if allowed is not None:
         known = {name: values for name, values in allowed.items() if values != [""]}
         schema["properties"] = {name: _narrow(schema["properties"][name], values) for name, values in known.items()}
-        schema["required"] = [name for name, values in allowed.items() if "" not in values]
+        wanted = {name for name, values in allowed.items() if "" not in values} | set(schema.get("required", ()))
+        schema["required"] = [name for name in known if name in wanted]
         schema["additionalProperties"] = False
     told = {"name": _safe(function["name"]), "description": function["description"], "parameters": schema}
     return {"type": "function", "function": told}
@@ -110,9 +111,15 @@ def _narrow(schema: Any, values: list[Any]) -> dict[str, Any]:
     if any(isinstance(item, dict) for value in given if isinstance(value, list) for item in value):
         lists = [value for value in given if isinstance(value, list)]
         return {"anyOf": [_listing(value) for value in lists]}
-    if schema.get("type") == "number":  # the cases hold a number to its type
-        given = [float(value) if isinstance(value, int) else value for value in given]
+    if "number" in (schema.get("type"), schema.get("items", {}).get("type")):  # the cases hold a number to its type
+        given = [_floating(value) for value in given]
     return {"enum": given}
+
+
+def _floating(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_floating(item) for item in value]
+    return float(value) if isinstance(value, int) else value
 
 
 def _listing(value: list[Any]) -> dict[str, Any]:

@@ -25,8 +25,7 @@ class Given:
 
     @property
     def chat_model_params(self):
-        known = dict(base_url={url!r}, model={model!r}, api_key="none", max_retries=0, timeout=60)
-        return dict(known, max_tokens=96, temperature=0)
+        return dict(base_url={url!r}, model={model!r}, api_key="none", timeout=60, stream_usage=True)
 
     @property
     def supports_json_mode(self):
@@ -49,7 +48,16 @@ def langchain(target: Target) -> Iterator[Outcome]:
         (root / "test_standard.py").write_text(_TESTS.format(url=target.url, model=target.model))
         report = root / "report.xml"
         call = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        call += ["--asyncio-mode=auto", "--timeout=120", f"--junitxml={report}", "-c", "/dev/null", str(root)]
+        call += [
+            "--asyncio-mode=auto",
+            "-o",
+            "asyncio_default_test_loop_scope=session",
+            "--timeout=120",
+            f"--junitxml={report}",
+            "-c",
+            "/dev/null",
+            str(root),
+        ]
         done = subprocess.run(call, cwd=root, capture_output=True, text=True, check=False, timeout=3600)
         if not report.exists():
             yield Outcome("the suite runs", "fail", told(done.stdout[-300:] + done.stderr[-300:]))

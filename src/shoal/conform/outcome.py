@@ -26,11 +26,6 @@ class Target:
             raise ConfigError(f"{text!r} names no server", value=text, hint="write NAME=http://HOST:PORT/v1")
         return cls(name, url.rstrip("/"), model or "default")
 
-    @property
-    def root(self) -> str:
-        """The URL without `/v1`."""
-        return self.url.removesuffix("/v1")
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

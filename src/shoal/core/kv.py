@@ -58,11 +58,11 @@ class KVCacheManager:
         """Let the tree spare what this waiting sequence will need."""
         if self.sharing:
             seq.hashes = self.tree.path_hashes(self.tree_tokens(seq), seq.spec.namespace)
-            self.tree.announce(seq.hashes)
+            self.tree.eviction.announce(seq.hashes)
 
     def withdraw(self, seq: Sequence) -> None:
         """The sequence no longer waits."""
-        self.tree.withdraw(seq.hashes)
+        self.tree.eviction.withdraw(seq.hashes)
 
     # -- sequences that run -------------------------------------------------------------------------------------
 

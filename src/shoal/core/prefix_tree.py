@@ -12,20 +12,19 @@ Of a model with recurrent state it can be cut at checkpoints only, that is after
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from shoal.core.blocks import BlockPool
 from shoal.core.checkpoints import Checkpoints
+from shoal.core.eviction import Eviction
 from shoal.core.nodes import Match, Node
 from shoal.runners.plan import BlockId
 from shoal.types import Namespace
 
 _GHOSTS = 4096  # evicted paths remembered, so that a receipt can tell "evicted" from "never seen"
 _EMPTY_ROOTS = 4096  # namespaces remembered though nothing of theirs is cached, so that old versions are known as such
-_NEVER = 1 << 62  # the step in which nobody will need a block
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -70,9 +69,7 @@ class PrefixTree:
         self._roots: OrderedDict[tuple[str, str], tuple[int, Node]] = OrderedDict()  # least recently used first
         self._nodes: dict[BlockId, Node] = {}
         self._clock = 0
-        self._candidates: list[tuple[int, int, Node]] = []  # heap by (last_used, insertion); checked when popped
-        self._pushes = 0
-        self._announced: dict[int, list[int]] = {}  # path hash -> the steps in which it will be needed, sorted
+        self.eviction = Eviction(self._nodes, self._evictable)
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -236,7 +233,7 @@ class PrefixTree:
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Take one reference off each block; what nobody holds any more stays cached, within `max_cached`."""
         for block in self.pool.drop(blocks):
-            self._push(self._nodes[block])
+            self.eviction.offer(self._nodes[block])
         if self.max_cached is not None:
             self.evict(self.pool.num_cached - self.max_cached)
 
@@ -258,84 +255,19 @@ class PrefixTree:
 
     # -- eviction -----------------------------------------------------------------------------------------------
 
-    def announce(self, hashes: Sequence[int], due: int = 0) -> None:
-        """Pending work will need the blocks with these path hashes in step `due`, 0 for now: evict them last."""
-        for value in hashes:
-            insort(self._announced.setdefault(value, []), due)
-
-    def withdraw(self, hashes: Sequence[int], due: int = 0) -> None:
-        """Take an announcement back."""
-        for value in hashes:
-            steps = self._announced[value]
-            steps.remove(due)
-            if not steps:
-                del self._announced[value]
-
     def evict(self, count: int) -> int:
-        """Free up to `count` cached blocks, least recently used leaves first; returns how many.
-
-        Announced ones go last, and of those first the ones that will be needed in the most distant step.
-        """
-        freed = 0
-        spared: list[tuple[int, int, Node]] = []  # a heap by step of need, the most distant first, then by use
-        while freed < count:
-            node = self._next_candidate()
-            if node is None:
-                break
-            if node.path_hash in self._announced:
-                heapq.heappush(spared, self._spared(node))
-                continue
-            self._evict(node)
-            freed += 1
-        while freed < count and spared:
-            node = heapq.heappop(spared)[2]
-            parent = node.parent
-            self._evict(node)
-            freed += 1
-            if parent is not None and self._evictable(parent):
-                heapq.heappush(spared, self._spared(parent))
-        for _, _, node in spared:
-            self._push(node)
-        return freed
-
-    def _spared(self, node: Node) -> tuple[int, int, Node]:
-        self._pushes += 1
-        return -self._announced.get(node.path_hash, [_NEVER])[0], self._pushes, node
+        """Free up to `count` cached blocks, in the order that `eviction` says; returns how many."""
+        return self.eviction.evict(count, self._evict) if count > 0 else 0
 
     def _evictable(self, node: Node) -> bool:
         return node.parent is not None and not node.children and self.pool.refs(node.block) == 0
 
-    def _push(self, node: Node) -> None:
-        if node.queued or not self._evictable(node):
-            return
-        if len(self._candidates) > 2 * len(self._nodes) + 64:  # most are of nodes that are gone
-            self._candidates = [c for c in self._candidates if self._nodes.get(c[2].block) is c[2]]
-            heapq.heapify(self._candidates)
-        node.queued = True
-        self._pushes += 1
-        heapq.heappush(self._candidates, (node.last_used, self._pushes, node))
-
-    def _next_candidate(self) -> Node | None:
-        while self._candidates:
-            last_used, _, node = heapq.heappop(self._candidates)
-            node.queued = False
-            if self._nodes.get(node.block) is not node or not self._evictable(node):
-                continue
-            if node.last_used != last_used:
-                self._push(node)
-                continue
-            return node
-        return None
-
     def _evict(self, node: Node) -> None:
-        parent = node.parent
         self._ghosts[node.path_hash] = None
         if len(self._ghosts) > _GHOSTS:
             self._ghosts.popitem(last=False)
         self._remove(node)
         self.evictions += 1
-        if parent is not None:
-            self._push(parent)
 
     # -- namespaces ---------------------------------------------------------------------------------------------
 

@@ -183,7 +183,8 @@ class Scheduler:
         if not self.config.prefix_sharing:
             return
         hashes = self.kv.tree.path_hashes(command.tokens, command.namespace)
-        tell = self.kv.tree.announce if isinstance(command, Expect) else self.kv.tree.withdraw
+        eviction = self.kv.tree.eviction
+        tell = eviction.announce if isinstance(command, Expect) else eviction.withdraw
         tell(hashes, command.due)
 
     def _share(self, seq_id: SeqId) -> None:
@@ -207,11 +208,12 @@ class Scheduler:
         planned: list[ScheduledSequence] = []
         in_order = sorted(self.running, key=_urgency)
         chain, size = self._chain(in_order), self.kv.block_size
+        ahead = chain - 1 + self.spec.lookahead
         for seq in in_order:
             if not seq.decoding or seq.status is not Status.RUNNING:
                 continue
             tokens = seq.tokens
-            needed = len(tokens) + chain - 1
+            needed = len(tokens) + min(ahead, max(seq.remaining - 1, 0))  # never blocks that it cannot write
             if len(seq.blocks) * size >= needed or self._ensure(seq, needed):
                 want, top = seq.want
                 planned.append(
@@ -427,6 +429,8 @@ class Scheduler:
     def _filled(self, seq: Sequence) -> None:
         """A part of a prompt was computed, or all the rest of it. One that is to write nothing ends then."""
         seq.scored = max(seq.scored, seq.computed)
+        while seq.marks and seq.marks[0] <= seq.computed:  # set for a follower when this chunk was planned already
+            seq.marks.pop(0)
         self.kv.index(seq, tail=True)
         self.kv.saved(seq)
         if seq.behind:

@@ -1,4 +1,4 @@
-"""The canary test: many chats at once, each with a secret word of its own, and no word in anyone else's answer.
+"""The isolation test: many chats at once, each with a secret word, which must not be in another chat's answer.
 
 It runs on a live engine, in rounds that bring about what mixes answers up in engines like this: cold and warm
 prefixes, exact repeats, cancelled neighbours, forks, and all KV given up in the middle of an answer.
@@ -42,7 +42,7 @@ class IsolationReport:
 
 
 def check_isolation(engine: Engine, *, chats: int = 12, max_tokens: int = 24, seed: int = 0) -> IsolationReport:
-    """Run the canary rounds on an engine with a chat model. Raises as `Engine.submit` does, and requests' errors."""
+    """Run the test on an engine with a chat model. Raises as `Engine.submit`, and the errors of requests."""
     rng = random.Random(seed)
     words = _words(rng, chats)
     requests = [_request(word, i, max_tokens) for i, word in enumerate(words)]

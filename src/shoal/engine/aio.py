@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from shoal.engine.batch import Prompt, as_request
+from shoal.config import Settings
+from shoal.engine.batch import Prompt, as_request, branch_requests
 from shoal.engine.engine import Engine
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.engine.mailbox import T
 from shoal.errors import EngineClosedError, RequestError
 from shoal.runners.plan import ModelSpec
-from shoal.types import Event, Namespace, Priority, Request, Result, SamplingParams
+from shoal.types import EngineStats, Event, Namespace, Priority, Report, Request, Result, SamplingParams
+
+if TYPE_CHECKING:
+    from shoal.power.governor import Governor
 
 
 class AsyncFace(ABC):
@@ -74,11 +79,18 @@ class AsyncEngine(AsyncFace):
         self._outbox: Outbox | None = None
 
     @classmethod
-    def load(cls, model: str = "smollm2-135m", **settings: Any) -> Self:
+    def load(
+        cls,
+        model: str = "smollm2-135m",
+        *,
+        state: str | Path | None = None,
+        governor: Governor | None = None,
+        **settings: Unpack[Settings],
+    ) -> Self:
         """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
         waiting = cls.__new__(cls)
         waiting._loaded = None
-        waiting._load = partial(Engine.load, model, **settings)
+        waiting._load = partial(Engine.load, model, state=state, governor=governor, **settings)
         waiting._outbox = None
         return waiting
 
@@ -117,6 +129,56 @@ class AsyncEngine(AsyncFace):
     def _submit(self, request: Request, sink: Callable[[Event], None]) -> Handle:
         """Hand a request of `generate` to the engine; on a thread that may wait."""
         return self.engine.submit(request, sink=sink)
+
+    async def submit(self, request: Request) -> AsyncHandle:
+        """Put a request in line. Raises as `Engine.submit`."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        put = self._sink(events.put_nowait)
+        handle = await _off_loop(partial(self.engine.submit, request, sink=put), undo=Handle.abort)
+        return AsyncHandle(self, handle, events)
+
+    async def fork(self, handle: AsyncHandle, count: int) -> list[AsyncHandle]:
+        """Branch a request at its current token; see `Handle.fork`."""
+        events: dict[str, asyncio.Queue[Event]] = defaultdict(asyncio.Queue)
+        put = self._sink(lambda event: events[event.request_id].put_nowait(event))
+        branch = partial(self.engine.fork, handle.handle, count, sink=put)
+        children = await _off_loop(branch, undo=_abort_all)
+        return [AsyncHandle(self, child, events[child.id]) for child in children]
+
+    async def run(self, requests: Sequence[Request], *, prefix: PrefixCache | None = None) -> Report:
+        """Run requests to their ends and report; see `Engine.run`. Cancelled, it ends those that still run."""
+        gone = threading.Event()
+
+        def stop_early(*_: object) -> None:
+            if gone.is_set():
+                raise asyncio.CancelledError
+
+        try:
+            return await asyncio.to_thread(self.engine.run, requests, stop_early, prefix=prefix)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+
+    async def fan_out(self, shared: Prompt, branches: Sequence[Prompt], **fields: Any) -> Report:
+        """Run one request per branch, each the shared part and then its own; see `Engine.fan_out`."""
+        return await self.run(branch_requests(shared, branches, fields))
+
+    async def cache_prefix(self, prefix: Prompt, *, namespace: Namespace | None = None) -> PrefixCache:
+        """Compute a prefix now and hold its KV until `PrefixCache.release`; see `Engine.cache_prefix`."""
+        fields = {"namespace": namespace or Namespace(), "sampling": SamplingParams(max_tokens=1)}
+        return await self._pin(as_request(prefix, fields))
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done so far."""
+        return self.engine.stats()
+
+    async def suspend(self, *, drop_kv: bool = False) -> None:
+        """Stop at the next token boundary; see `Engine.suspend`."""
+        await asyncio.to_thread(self.engine.suspend, drop_kv=drop_kv)
+
+    async def resume(self) -> None:
+        """Go on after `suspend`."""
+        await asyncio.to_thread(self.engine.resume)
 
     def _sink(self, receive: Callable[[Event], None]) -> Callable[[Event], None]:
         """A sink for the engine whose events `receive` gets on the running event loop."""
@@ -180,7 +242,57 @@ class AsyncEngine(AsyncFace):
             await asyncio.to_thread(self._loaded.close)
 
 
-async def _off_loop(make: Callable[[], T], *, undo: Callable[[T], None]) -> T:
+def _abort_all(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.abort()
+
+
+class AsyncHandle:
+    """One request in flight on an event loop. Iterate for its events, each given once, or await `result`.
+
+    Used in `async with`, it ends the request where the block is left early.
+    """
+
+    def __init__(self, engine: AsyncEngine, handle: Handle, events: asyncio.Queue[Event]) -> None:
+        self.id = handle.id
+        self.handle = handle
+        self._engine = engine
+        self._events = events
+        self._result: Result | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while self._result is None:
+            event = await self._events.get()
+            self._result = event.result
+            yield event
+
+    async def result(self) -> Result:
+        """Wait for the end and give the result."""
+        while self._result is None:
+            self._result = (await self._events.get()).result
+        return self._result
+
+    def abort(self) -> None:
+        """End the request at the next token boundary. Idempotent."""
+        self.handle.abort()
+
+    async def fork(self, count: int) -> list[AsyncHandle]:
+        """Branch the request at its current token; see `Handle.fork`."""
+        return await self._engine.fork(self, count)
+
+    def __repr__(self) -> str:
+        return f"<AsyncHandle {self.id!r}: {self.handle.state}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+async def _off_loop(make: Callable[[], T], *, undo: Callable[[T], object]) -> T:
     """Make something on a thread. When this task is cancelled meanwhile, it is undone as soon as it is there."""
     there: list[T] = []
     gone = threading.Event()

@@ -8,13 +8,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from shoal.config import EngineConfig
+from shoal.config import EngineConfig, Settings
 from shoal.core.commands import PreemptAll, SetMaxStall
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
@@ -83,7 +83,7 @@ class Engine:
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> Self:
         """Load a model by name, path or hub id, fetching it first if need be. Settings as `EngineConfig`.
 
@@ -127,6 +127,20 @@ class Engine:
         refuse_arrival(request)
         return self._accept(request, sink)
 
+    def complete(self, request: Request) -> Result:
+        """Run one request to its end. Raises as `submit`."""
+        with self.submit(request) as handle:
+            return handle.result()
+
+    def generate(self, request: Request) -> Generator[Event, None, None]:
+        """Events of one request as they come; the last has the result. Leaving early ends it. Raises as `submit`."""
+        with self.submit(request) as handle:
+            yield from handle
+
+    def tokenize(self, request: Request) -> list[int]:
+        """Token ids of a request's prompt. InvalidRequestError names the field that cannot be encoded."""
+        return self.inputs.tokenize(request)
+
     def _accept(self, request: Request, sink: Sink | None) -> Handle:
         """As `submit`, also for a request whose `arrival_s` has come."""
         self._refuse_if_closed()
@@ -148,7 +162,7 @@ class Engine:
         arrival = self._loop.clock()
 
         def join() -> None:
-            handle.request_state = self._loop.add(handle.id, prepared, self._deliver, before=before, arrival=arrival)
+            handle._state = self._loop.add(handle.id, prepared, self._deliver, before=before, arrival=arrival)
 
         self._post(join, handle.id)
         return handle
@@ -172,8 +186,8 @@ class Engine:
                 raise self._queue_full(f"requests of {tokens} prompt tokens wait", tokens, "max_queue_tokens")
             handles = [Handle(self, self._name(prepared.spec.id), prepared) for prepared in arriving]
             for handle in handles:
-                self._sinks[handle.id] = sink or handle.put, len(handle.prepared.spec.prompt)
-                self._tokens += len(handle.prepared.spec.prompt)
+                self._sinks[handle.id] = sink or handle.put, len(handle._prepared.spec.prompt)
+                self._tokens += len(handle._prepared.spec.prompt)
         return handles
 
     def _name(self, wanted: str | None) -> str:
@@ -236,19 +250,19 @@ class Engine:
         """Let go of a pinned prefix; `PrefixCache.release` calls this."""
         self._post(lambda: self._loop.unpin(prefix.seq_id))
 
-    def fork(self, handle: Handle, count: int) -> list[Handle]:
-        """Branch a running request at its current token; see `Handle.fork`."""
-        children = self._register(branch_seeds(handle.prepared, count), None)
+    def fork(self, handle: Handle, count: int, *, sink: Sink | None = None) -> list[Handle]:
+        """Branch a request at its current token; see `Handle.fork`. Events go to the branches, or all to `sink`."""
+        children = self._register(branch_seeds(handle._prepared, count), sink)
 
         def branch() -> None:  # the parent has joined by now: its own command came before this one
-            parent = handle.request_state
+            parent = handle._state
             if parent is None or parent.seq.status is Status.FINISHED:
                 raise _cannot_fork("a finished request", handle.id)
             if parent.seq.spec.prefill_only:
                 raise _cannot_fork("a prefill, which writes nothing,", handle.id)
             before = self._loop.share(parent)
             for child in children:
-                child.request_state = self._loop.add(child.id, child.prepared, self._deliver, before=before)
+                child._state = self._loop.add(child.id, child._prepared, self._deliver, before=before)
 
         try:
             self.call(branch)
@@ -263,15 +277,15 @@ class Engine:
     def _withdraw(self, children: Sequence[Handle]) -> None:
         """End branches whose caller was interrupted before it had them; nothing happens where none has joined."""
         for child in children:
-            if child.request_state is not None:
-                self._loop.abort(child.request_state)
+            if child._state is not None:
+                self._loop.abort(child._state)
 
     def abort(self, handle: Handle) -> None:
         """End a request at the next token boundary; nothing happens when it has ended."""
 
         def leave() -> None:
-            if handle.request_state is not None:
-                self._loop.abort(handle.request_state)
+            if handle._state is not None:
+                self._loop.abort(handle._state)
 
         self._post(leave)
 
@@ -344,6 +358,10 @@ class Engine:
             self._thread.join(timeout_s)
         self._watchdog.stop(timeout_s)
         self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
+
+    def __repr__(self) -> str:
+        state = f"failed: {self.failure}" if self.failure is not None else "closed" if self.closed else "open"
+        return f"<Engine {self.spec.name} on {self.spec.runner} ({self.spec.precision}), {state}>"
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -20,18 +21,39 @@ if TYPE_CHECKING:
     from shoal.engine.loop import RequestState, StepLoop
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is, as `Handle.progress` saw it between two steps. It may have moved on since.
+
+    `state` is "queued", "prefill", "decoding" or "finished". `computed_tokens` have their KV computed now,
+    `cached_tokens` came from the prefix tree when the request joined. `blocks` are the ids of the KV blocks it holds:
+    requests that share a prefix hold the same ones.
+    """
+
+    state: str
+    prompt_tokens: int
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def running(self) -> bool:
+        """True while it is in the batch."""
+        return self.state in ("prefill", "decoding")
+
+
 class Handle:
     """One request in flight. Iterate over it for its events, as they come; the last one has the result.
 
-    Each event is given once: iterate from one place, or call `result`, which takes whatever is left.
+    Each event is given once: iterate from one place, or call `result`, which takes whatever is left. Used in `with`,
+    it ends the request where the block is left early.
     """
 
     def __init__(self, engine: Engine, request_id: str, prepared: PreparedRequest) -> None:
         self.id = request_id
-        self.prepared = prepared
-        self.request_state: RequestState | None = (
-            None  # set on the engine's thread when the request has joined the loop
-        )
+        self._prepared = prepared
+        self._state: RequestState | None = None  # set on the engine's thread when the request has joined the loop
         self._engine = engine
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._result: Result | None = None
@@ -58,19 +80,39 @@ class Handle:
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
         """Token ids of the prompt."""
-        return self.prepared.spec.prompt
+        return self._prepared.spec.prompt
 
     @property
     def state(self) -> str:
         """Where it stands: "queued", "prefill", "decoding" or "finished". It may have moved on by the time you look."""
         if self._result is not None:
             return "finished"
-        seq = self.request_state.seq if self.request_state is not None else None
+        seq = self._state.seq if self._state is not None else None
         if seq is None or seq.status is Status.WAITING:
             return "queued"
         if seq.status is Status.FINISHED:
             return "finished"
         return "decoding" if len(seq.tokens) > seq.prompt_len else "prefill"
+
+    def progress(self) -> Progress:
+        """How far it is now; on any thread, at once."""
+        state, prompt = self.state, len(self._prepared.spec.prompt)
+        seq = self._state.seq if self._state is not None else None
+        if seq is None:
+            return Progress(state, prompt)
+        written = len(seq.tokens) - seq.prompt_len
+        return Progress(state, prompt, written, seq.computed, seq.cached_tokens, tuple(seq.blocks))
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.id!r}: {self.state}, {len(self._prepared.spec.prompt)} prompt tokens>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
 
     def abort(self) -> None:
         """End the request at the next token boundary, wherever it stands. Idempotent."""
@@ -101,6 +143,9 @@ class PrefixCache:
         self.released = False
         self._engine = engine
 
+    def __repr__(self) -> str:
+        return f"<PrefixCache: {len(self.tokens)} tokens, {'released' if self.released else 'held'}>"
+
     @staticmethod
     def longest_common_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The token ids with which all prompts begin; empty for no prompts."""
@@ -127,11 +172,9 @@ def pinned_by(engine: Engine, handle: Handle, result: Result) -> PrefixCache:
     """The prefix that `Engine.prefill` pinned, now that its request has ended with `result`; raises what went wrong."""
     if result.error is not None:
         raise result.error
-    if result.finish_reason is not FinishReason.STOP or handle.request_state is None:
+    if result.finish_reason is not FinishReason.STOP or handle._state is None:
         raise EngineClosedError("the engine closed before the prefix was computed")
-    return PrefixCache(
-        engine, handle.request_state.seq.seq_id, handle.prepared.spec.prompt, handle.prepared.spec.namespace
-    )
+    return PrefixCache(engine, handle._state.seq.seq_id, handle._prepared.spec.prompt, handle._prepared.spec.namespace)
 
 
 class Expectation:

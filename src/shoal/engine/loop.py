@@ -28,6 +28,7 @@ from shoal.engine.record import Recorder
 from shoal.errors import CallbackError, RunnerError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.sampling.grammar import gave_up
 from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top, score
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord, TokenLogprob
 
@@ -399,7 +400,7 @@ class StepLoop:
         """End a request whose row left no token to choose, alone."""
         seq_id, constraint = state.seq.seq_id, state.sampler.constraint
         if constraint is not None and constraint.error is not None:
-            error = RunnerError(f"the grammar gave up: {constraint.error}", hint="make the schema or grammar simpler")
+            error = gave_up(state.prepared.spec.sampling, constraint.error)
             self.scheduler.apply(Abort(seq_id, FinishReason.ERROR, error))
         else:
             self.scheduler.apply(Fail((seq_id,), _not_finite()))

@@ -7,7 +7,9 @@ replay says at which step.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +22,17 @@ from shoal.errors import ModelFormatError, ShoalError, StoreError
 from shoal.runners.plan import ModelSpec, SeqId, StepPlan
 from shoal.wire import from_json, to_json
 
+log = logging.getLogger(__name__)
+
 _VERSION = 2
 _KINDS: Mapping[str, type] = {kind.__name__: kind for kind in get_args(Command)}
 
 
 class Recorder:
-    """Writes a scheduler's commands to a file, each before it is carried out. StoreError when it cannot be written."""
+    """Writes a scheduler's commands to a file, each before it is carried out. StoreError when it cannot be opened.
+
+    One that cannot be written any more (a full disk) ends, and the engine goes on without.
+    """
 
     def __init__(self, path: Path, spec: ModelSpec, config: EngineConfig) -> None:
         self._path = path
@@ -40,18 +47,22 @@ class Recorder:
         self._write({"kind": type(command).__name__, **to_json(command)})
 
     def _write(self, entry: Mapping[str, Any]) -> None:
+        if self._file.closed:
+            return
         try:
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
         except OSError as error:
-            raise self._unwritable(error) from error
+            log.error("%s; the engine goes on without", self._unwritable(error))
+            self.close()
 
     def _unwritable(self, error: OSError) -> StoreError:
         return StoreError(f"the record cannot be written: {error}", value=str(self._path), hint="give another path")
 
     def close(self) -> None:
         """Nothing follows."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is in its buffer still does not fit
+            self._file.close()
 
 
 @dataclass(frozen=True, slots=True)

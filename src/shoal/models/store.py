@@ -171,6 +171,10 @@ class Store:
                 shutil.rmtree(trash)
         return freed
 
+    def same(self, name: str, other: str) -> bool:
+        """True when two names lead to one place, as `org/name` and `org--name` do."""
+        return _slug(name).casefold() == _slug(other).casefold()
+
     def derived_bytes(self, name: str) -> int:
         """What was derived from a model (conversions, repacked weights) takes on disk."""
         key = _key(self._models, _slug(name))

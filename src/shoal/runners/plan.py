@@ -100,15 +100,16 @@ class StepOutput:
 class ModelSpec:
     """What the core must know of a loaded model. Sizes in bytes, lengths in tokens.
 
-    `step_bytes` is the most a step of `max_step_tokens` needs beside weights and KV (the transient).
-    `copies_blocks`: the runner can copy a block (`StepPlan.copies`), so a prefix may be cut at any token.
-    `exact`: logits of a sequence are the same bits whatever else is in the batch and however it is chunked.
-    `splits_decode`: that holds as long as generated tokens and prompt tokens are told apart, because other kernels
-    compute them; then KV of the ones never stands in for KV of the others.
-    `max_top`: the most tokens that Want.TOP may ask for (0: this runner gives LOGITS or ARGMAX).
-    `max_rows`: the most rows of logits that a step gives of one sequence (1: only those after its last token).
-    `recurrent`: some layers keep a state that cannot be cut, so that a prefix can only be taken up where a checkpoint
-    of it was kept; there is room for `num_checkpoints` of `checkpoint_bytes` each, beside the blocks.
+    `step_bytes` is the most a step of `max_step_tokens` needs beside weights and KV (the transient). `copies_blocks`:
+    the runner can copy a block (`StepPlan.copies`), so a prefix may be cut at any token. `exact`: logits of a sequence
+    are the same bits whatever else is in the batch and however it is chunked. `splits_decode`: that holds as long as
+    generated tokens and prompt tokens are told apart, because other kernels compute them; then KV of the ones never
+    stands in for KV of the others. `max_top`: the most tokens that Want.TOP may ask for (0: this runner gives LOGITS
+    or ARGMAX). `max_rows`: the most rows of logits that a step gives of one sequence (1: only those after its last
+    token). `lookahead`: positions beyond a plan's that a decode row should have blocks for, since the runner starts
+    the next step itself. `recurrent`: some layers keep a state that cannot be cut, so that a prefix can only be taken
+    up where a checkpoint of it was kept; there is room for `num_checkpoints` of `checkpoint_bytes` each, beside the
+    blocks.
     """
 
     name: str
@@ -125,6 +126,7 @@ class ModelSpec:
     max_chain: int = 1
     max_top: int = 0
     max_rows: int = 1
+    lookahead: int = 0
     copies_blocks: bool = True
     exact: bool = False
     splits_decode: bool = False

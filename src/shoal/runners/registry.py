@@ -20,6 +20,7 @@ from shoal.runners.base import Runner
 
 RUNNERS = {
     "mlx": "shoal.runners.mlx.backend",
+    "cuda": "shoal.runners.cuda.backend",
     "native": "shoal.runners.native.backend",
     "openvino": "shoal.runners.openvino.backend",
 }

@@ -2,16 +2,17 @@
 
     SamplingParams -> GrammarCompiler.compile -> Grammar, shared by requests -> start -> Constraint, one per request
 
-The `llguidance` library does the parsing. What is here: what is refused and why, compact JSON, limits, and the masks
-as numbers to add to a row of logits, filled on a thread of their own while the device computes.
+The `llguidance` library does the parsing. What is here: what is refused and why, white space in JSON, limits, and the
+masks as numbers to add to a row of logits, filled on a thread of their own while the device computes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BackendError, InvalidRequestError
-from shoal.sampling.schema import check_schema
+from shoal.sampling.schema import check_schema, may_hold_lists, translated
 from shoal.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,16 +30,25 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 200_000  # characters of a regular expression, a grammar, or a schema as JSON
 _KEPT = 128  # compiled grammars per model
+LIST_SPACE = "(?: )?"
 
-# `x-guidance` inside a schema must not bring white space back, or separators that are not JSON.
-_COMPACT: JsonCompileOptions = {
-    "whitespace_flexible": False,
-    "whitespace_pattern": None,
-    "item_separator": ",",
-    "key_separator": ":",
-    "lenient": False,
-    "coerce_one_of": False,
-}
+
+def json_options(*schemas: Mapping[str, Any]) -> JsonCompileOptions:
+    """How the JSON of a grammar is laid out: with one space between its parts where it may hold lists, else with none.
+
+    Where no space may stand a small model closes its lists at once, and line breaks cost twice the tokens for the same
+    items (`scripts/json_space.py`). All parts of a grammar must agree: the library fails over one that has both. A
+    schema's own `x-guidance` must not change that, nor make separators of its own.
+    """
+    return {
+        "whitespace_flexible": False,
+        "whitespace_pattern": LIST_SPACE if any(map(may_hold_lists, schemas)) else None,
+        "item_separator": ",",
+        "key_separator": ":",
+        "lenient": False,
+        "coerce_one_of": False,
+    }
+
 
 # Eight bits of a mask as what to add to eight logits: a fifth of the time of unpacking them all.
 _BIAS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
@@ -260,9 +270,9 @@ def _source(sampling: SamplingParams) -> tuple[str, str]:
     """The field that is set, and its text."""
     if sampling.json_schema is not None:
         try:
-            text = json.dumps(sampling.json_schema, ensure_ascii=False)
+            text = json.dumps(sampling.json_schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _refused("json_schema", f"not JSON ({error})") from error
+            raise _refused("json_schema", f"not JSON ({error})", "") from error
         param = "json_schema"
     else:
         param = "regex" if sampling.regex is not None else "grammar"
@@ -275,26 +285,63 @@ def _source(sampling: SamplingParams) -> tuple[str, str]:
 
 
 def _build(param: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
+    try:
+        return _compiled(param, source, tokenizer)
+    except ValueError as error:  # numbers that the compiler has no room for
+        raise _refused(param, str(error), source) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # how the library fails inside; no other name for it exists
+            raise
+        raise _refused(param, f"the compiler failed ({error})", source) from error
+
+
+def _compiled(param: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     if param == "json_schema":
         schema: dict[str, Any] = json.loads(source)
         check_schema(schema)
-        text = LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
+        text = LLMatcher.grammar_from_json_schema(dict(translated(schema)), overrides=json_options(schema))
     elif param == "regex":
         text = LLMatcher.grammar_from_regex(source)
     else:
         text = LLMatcher.grammar_from_lark(source)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
     if matcher.is_error():
-        raise _refused(param, matcher.get_error())
-    # The first mask tells an empty language, and costs the lexer what the first token would wait for.
+        raise _refused(param, matcher.get_error(), source)
+    # The first mask tells an empty language, and costs the lexer what the first token would wait for. What is too large
+    # for the compiler mostly shows there, or at the text that must follow.
     trial = matcher.deep_copy()
     if not any(trial.compute_bitmask()) or trial.is_error():
-        raise _refused(param, "nothing satisfies it" if "NoExtension" in trial.get_error() else trial.get_error())
+        why = "nothing satisfies it" if "NoExtension" in trial.get_error() else trial.get_error()
+        raise _refused(param, why, source)
+    forced = trial.compute_ff_tokens()
+    if forced and trial.consume_tokens(forced) and not trial.is_stopped():
+        trial.compute_bitmask()
+    if trial.is_error():
+        raise _refused(param, trial.get_error(), source)
     return matcher
 
 
-def _refused(param: str, why: str) -> InvalidRequestError:
-    reason = " ".join(why.split())[:500]
-    return InvalidRequestError(f"{param} cannot be honoured: {reason}", param=param, hint="see docs/server.md")
+def gave_up(sampling: SamplingParams, why: str) -> InvalidRequestError:
+    """The error of a request whose grammar turned out too large for the compiler while it was written to."""
+    param, source = _source(sampling)
+    return _refused(param, why, source)
+
+
+def _refused(param: str, why: str, source: str) -> InvalidRequestError:
+    reason = " ".join(why.replace("<non-verbose/>", "").split("<backtrace>")[0].split())[:500]
+    hint = "see docs/server.md"
+    if "too many" in reason.lower() or "max is" in reason or "too complex" in reason.lower():
+        part = _largest_part(source)
+        hint = f"make it smaller: the largest part of it is {part}" if part else "make it smaller"
+    return InvalidRequestError(f"{param} cannot be honoured: {reason}", param=param, hint=hint)
+
+
+_REPEATED = re.compile(r"\{(\d+)(?:,(\d*))?\}|\"(?:min|max)(?:Items|Length|Properties)\": (\d+)")
+
+
+def _largest_part(source: str) -> str | None:
+    """The repetition that asks for the most, with what stands before it; None without any."""
+    found = max(_REPEATED.finditer(source), key=lambda m: max(int(n) for n in m.groups() if n), default=None)
+    return None if found is None else repr(source[max(0, found.start() - 20) : found.end()])

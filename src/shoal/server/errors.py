@@ -125,13 +125,17 @@ def from_shoal(error: ShoalError, names: Mapping[str, str] | None = None) -> Api
     return ApiError(500, text, code="generation_failed")
 
 
-def from_result(result: Result) -> ApiError | None:
-    """The error in a result, or None when it is an answer."""
+def from_result(result: Result, names: Mapping[str, str] | None = None) -> ApiError | None:
+    """The error in a result, or None when it is an answer. `names` as in `from_shoal`."""
     if result.finish_reason is FinishReason.TIMEOUT:
         return ApiError(504, "the request's deadline passed", param="timeout", code="deadline_exceeded")
     if result.finish_reason is FinishReason.ERROR:
         error = result.error
-        return from_shoal(error) if error is not None else ApiError(500, "generation failed", code="generation_failed")
+        return (
+            from_shoal(error, names)
+            if error is not None
+            else ApiError(500, "generation failed", code="generation_failed")
+        )
     if result.finish_reason is FinishReason.ABORTED:
         return unavailable("the model was unloaded or the server is stopping", "engine_unavailable")
     return None

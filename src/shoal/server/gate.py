@@ -1,7 +1,7 @@
 """What every call passes first: request ids, the API key, limits on the body, the log.
 
 Plain ASGI, so that a streamed answer passes through without being touched, and the disconnect of a client is seen by
-whoever awaits `receive`.
+the code that awaits `receive`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Gate:
         self._app = app
         self._config = config
         self._metrics = metrics
+        self._keys = [(_digest(key.encode()), scopes) for key, scopes in config.all_keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call."""
@@ -64,15 +65,22 @@ class Gate:
             await error.response(scope)(scope, receive, call.send)
 
     def _check_key(self, scope: Scope) -> None:
-        key = self._config.api_key
-        if key is None or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FILES):
+        path = scope["path"]
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FILES):
             return
         scheme, _, token = _header(scope, b"authorization").partition(b" ")
-        given = token.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")  # as Anthropic's SDK
-        if not given or not hmac.compare_digest(_digest(given), _digest(key.encode())):
+        token = token.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")  # as Anthropic's SDK
+        given = _digest(token)
+        # All are compared, whichever it is: the time tells nothing.
+        found = [scopes for digest, scopes in self._keys if hmac.compare_digest(given, digest)]
+        if not token or not found:
             raise ApiError(
                 401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )
+        needed = scope_of(scope["method"], path)
+        if needed is not None and needed not in found[0]:
+            raise ApiError(403, f"this API key may not do that: it lacks {needed!r}", code="missing_scope")
+        scope["state"]["caller"] = given.hex()[:16]
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The whole body, or an ApiError for one that is too large, too slow or too deep."""
@@ -87,6 +95,16 @@ class Gate:
             raise ApiError(408, "the body did not arrive in time", code="body_timeout") from None
         await aside(len(body), lambda: check_shape(body, self._config.max_depth))
         return body
+
+
+def scope_of(method: str, path: str) -> str | None:
+    """What a key must be allowed to for a call; None for what any key may: looking at models, states and counters."""
+    parts = path.strip("/").split("/")
+    if parts[:2] == ["swarmbench", "runs"]:
+        return "generate" if method == "POST" else "history"
+    if parts[0] in ("swarmbench", "models") or parts[:2] == ["v1", "models"]:
+        return None if method in ("GET", "HEAD") else "manage"
+    return "generate" if method == "POST" else None
 
 
 class _Call:
@@ -106,6 +124,8 @@ class _Call:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            if "note" in self.record:  # what a handler tells beside its answer
+                message["headers"].append((b"x-shoal-note", self.record["note"].encode("ascii", "replace")))
         await self._send(message)
 
     def done(self, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""From a call of the API to requests of the engine, and their events back, whoever goes away meanwhile."""
+"""From a call of an API to requests of the engine, and back; a client that goes away ends its requests."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ class Call:
         self.thinking_tokens = 0  # of what was written
         self._written = 0
         self._released = False
+        self._names: Mapping[str, str] = {}
 
     def submit(self, prepare: Prepare, names: Mapping[str, str]) -> None:
         """Prepare and submit all requests; on a worker thread, for templates, tokenizers and grammars take a while."""
         engine, outbox = self.served.engine, self._outbox
+        self._names = names
         engine.on_step_start(outbox.wake)
         try:
             for index, request in enumerate(prepare(self.served)):
@@ -90,7 +92,11 @@ class Call:
     def _note(self, index: int, result: Result) -> None:
         self.results[index] = result
         self._api.metrics.count_generation(result)
-        error = None if index in self._cut and result.finish_reason is FinishReason.ABORTED else from_result(result)
+        error = (
+            None
+            if index in self._cut and result.finish_reason is FinishReason.ABORTED
+            else from_result(result, self._names)
+        )
         if error is not None:
             raise error
 
@@ -141,7 +147,7 @@ class Call:
         )
 
     def check_complete(self) -> None:
-        """ApiError when the client went away before the end; nobody reads it, but the log and the counters do."""
+        """ApiError when the client went away before the end: for the log and the counters, no client reads it."""
         if not self.complete:
             raise ApiError(499, "the client went away", code="client_gone")
 
@@ -150,7 +156,9 @@ class Call:
         results = [self.results[i] for i in sorted(self.results)]
         prompt = sum(r.prompt_tokens for r in results[::per_prompt])
         output = sum(len(r.tokens) for r in results)
-        cached = sum(min(r.cached_tokens, r.prompt_tokens) for r in results[::per_prompt])
+        whole = self.served.engine.spec.block_size if self._api.config.share_prefixes else 1
+        found = (min(r.cached_tokens, r.prompt_tokens) for r in results[::per_prompt])
+        cached = sum(tokens // whole * whole for tokens in found)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
@@ -180,10 +188,14 @@ class Api:
         call = Call(self, self.hub.acquire(body.model), http)
         task, agent = body.agent()
         call.record.update(task_id=task, agent_id=agent)
+        if not self.config.share_prefixes:
+            body.of_caller(http.scope["state"].get("caller", ""))
         if self.config.log_prompts:
             call.record["body"] = body.model_dump(exclude_none=True)
         try:
             await asyncio.to_thread(call.submit, prepare, names)
+            if body.note is not None:
+                call.record["note"] = body.note
         except BaseException:
             call.abort()
             call.close()

@@ -40,7 +40,7 @@ class ModelHub:
         engine: Engine | None = None,
         check: Callable[[str], object] | None = None,
     ) -> None:
-        """`check` raises for names that may not be switched to; it is asked before anybody is disturbed."""
+        """`check` raises for names that may not be switched to; it is asked before any request is ended."""
         self._load = load
         self._check = check
         self._known = {name} if name is not None else set()
@@ -140,7 +140,7 @@ class ModelHub:
         await asyncio.to_thread(served.engine.close)
 
     async def _drain(self, served: Served, drain_s: float) -> None:
-        """Wait until nobody uses the model, at most that long."""
+        """Wait until the model is not in use, at most that long."""
         try:
             async with asyncio.timeout(drain_s):
                 while served.leases and not self._hurried:

@@ -5,7 +5,7 @@
         model = ChatOpenAI(**langchain_options(engine))     # LangChain, LangGraph
 
 All agents of all frameworks in the process then share one batch and one prefix tree. The clients never close the
-engine; whoever loaded it does, after them.
+engine: that is left to the code that loaded it, after they are closed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import dataclasses
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -98,22 +100,33 @@ class SyncEngineTransport:
     ) -> None:
         """As `EngineTransport`."""
         self._inner = EngineTransport(engine, name, config)
+        self._closing = False
+        self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="shoal-inprocess", daemon=True)
         self._thread.start()
 
     def handle_request(self, request: Any) -> Any:
         """The answer to a request of either library, as soon as it begins. Raises that library's ReadTimeout."""
-        call = self.wait(self._inner.begin(request, b"".join(request.stream)))
         library = _library(request)
+        call = self.wait(self._inner.begin(request, b"".join(request.stream)), library)
         stream = _sync_stream(library)(call, self)
         return library.Response(call.status, headers=call.headers, stream=stream, request=request)
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the transport's loop; it is cancelled when the waiting thread is interrupted."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def wait(self, work: Coroutine[Any, Any, T], library: ModuleType) -> T:
+        """Run a coroutine on the transport's loop; it is cancelled when the waiting thread is interrupted.
+
+        The library's `ReadError` when the transport is closed before the end.
+        """
+        with self._lock:
+            if self._closing:
+                work.close()
+                raise library.ReadError("the transport is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise library.ReadError("the transport was closed") from None
         except BaseException:
             future.cancel()
             raise
@@ -125,8 +138,11 @@ class SyncEngineTransport:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread. Idempotent."""
-        if not self._loop.is_closed():
+        """End the calls that other threads wait for, with an error, and stop the thread. Idempotent."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if first:
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -239,13 +255,22 @@ def _sync_stream(library: Any) -> Any:
             self._transport = transport
 
         def __iter__(self) -> Iterator[bytes]:
-            while (piece := self._transport.wait(self._call.piece())) is not None:
+            while (piece := self._transport.wait(self._call.piece(), library)) is not None:
                 yield piece
 
         def close(self) -> None:
-            self._transport.wait(self._call.close())
+            with suppress(library.ReadError):  # the transport was closed first, and has ended the call
+                self._transport.wait(self._call.close(), library)
 
     return Pieces
+
+
+async def _cancel_others() -> None:
+    """End whatever else runs on this event loop, and wait until it has."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _no_switch(name: str) -> Engine:

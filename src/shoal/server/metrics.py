@@ -13,6 +13,7 @@ from shoal.server.logs import memory_mb
 from shoal.types import FinishReason, Result
 
 if TYPE_CHECKING:
+    from shoal.power.governor import Governor
     from shoal.server.hub import ModelHub
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -81,8 +82,26 @@ class _EngineGauges(Collector):
         served = self._hub.served
         if served is None:
             return
+        yield from _power(served.engine.governor)
         stats = served.engine.stats()
         for name in ("waiting", "running", "kv_bytes", "kv_held_bytes", "kv_cached_bytes", "weight_bytes"):
             yield GaugeMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))
         for name in ("steps", "preemptions", "evictions"):
             yield CounterMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))
+
+
+def _power(governor: Governor | None) -> Iterator[Metric]:
+    """What the governor reads and does, where there is one."""
+    if governor is None:
+        return
+    state = governor.describe()
+    levels = GaugeMetricFamily("shoal_power_level", "1 for the level the machine is at.", labels=["level"])
+    levels.add_metric([state["level"]], 1.0)
+    yield levels
+    yield GaugeMetricFamily("shoal_power_duty", "Share of the time that the engine works.", value=state["duty"])
+    for name in ("deferring", "refusing"):
+        yield GaugeMetricFamily(f"shoal_power_{name}", f"1 while the governor is {name}.", value=float(state[name]))
+    readings = GaugeMetricFamily("shoal_power_reading", "What a sensor says.", labels=["sensor", "unit"])
+    for reading in state["readings"]:
+        readings.add_metric([str(reading["sensor"]), str(reading["unit"])], float(reading["value"]))
+    yield readings

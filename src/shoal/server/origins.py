@@ -8,13 +8,13 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from shoal.server.config import ServerConfig
-from shoal.server.errors import ApiError
+from shoal.server.errors import ApiError, bad_request
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(scope: Scope, config: ServerConfig) -> None:
-    """ApiError 403 for a call that a page of another site makes in the name of whoever has it open.
+    """ApiError 403 for a call that a page of another site makes in the name of its reader.
 
     Two ways are closed. A page elsewhere that posts here brings its own `Origin`. A page whose name was made to point
     at this machine (DNS rebinding) brings that name as `Host`: without an API key, which such a page could not have,
@@ -22,7 +22,7 @@ def check_origin(scope: Scope, config: ServerConfig) -> None:
     """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"").decode("latin-1")
-    if config.api_key is None and not _is_ours(host, config.allowed_hosts):
+    if not config.all_keys and not _is_ours(host, config.allowed_hosts):
         raise ApiError(
             403, f"the host {host[:100]!r} is not one of this server's; --allow-host adds it", code="forbidden_host"
         )
@@ -30,11 +30,11 @@ def check_origin(scope: Scope, config: ServerConfig) -> None:
     if origin is None or scope["method"] in _READING:
         return
     told = origin.decode("latin-1")
-    if (
-        urlsplit(told).netloc.lower() != host.lower()
-        and told not in config.cors_origins
-        and "*" not in config.cors_origins
-    ):
+    try:
+        place = urlsplit(told).netloc
+    except ValueError:
+        raise bad_request(f"the Origin {told[:100]!r} is no address", None, "invalid_origin") from None
+    if place.lower() != host.lower() and told not in config.cors_origins and "*" not in config.cors_origins:
         raise ApiError(403, f"pages of {told[:100]!r} may not call this server", code="forbidden_origin")
 
 

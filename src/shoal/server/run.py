@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import h11
@@ -62,12 +63,18 @@ class Server(uvicorn.Server):
             self._hub.hurry()
         await closing
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal asks for a stop in order; a second one, of whichever kind, does not wait."""
+        if self.should_exit:
+            self.force_exit = True
+        super().handle_exit(sig, frame)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn does, but a stop that was asked for is not a failure: the signal is not raised again."""
         before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):  # not on the main thread: somebody else stops us
+            with contextlib.suppress(ValueError):  # not on the main thread: another thread stops the server
                 before[number] = signal.signal(number, self.handle_exit)
         try:
             yield
@@ -79,15 +86,19 @@ class Server(uvicorn.Server):
 class Connection(H11Protocol):
     """A connection that is closed when the head of a request does not come in time; it would hold a socket for ever."""
 
-    def __init__(self, *, head_timeout_s: float, **settings: Any) -> None:
+    def __init__(self, *, head_timeout_s: float, max_connections: int, **settings: Any) -> None:
         super().__init__(**settings)
+        self._max_connections = max_connections
         self._head_timeout_s = head_timeout_s
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
         super().connection_made(transport)
-        self._watch()
+        if len(self.connections) > self._max_connections:
+            transport.abort()
+        else:
+            self._watch()
 
     def data_received(self, data: bytes) -> None:
         """A client has sent something."""
@@ -131,7 +142,7 @@ def make_server(
         access_log=False,
         server_header=False,
         # h11 also where httptools is installed, which is quicker and knows no limit on heads.
-        http=partial(Connection, head_timeout_s=config.body_timeout_s),  # type: ignore[arg-type]
+        http=partial(Connection, head_timeout_s=config.body_timeout_s, max_connections=config.max_connections),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",  # the hub is closed in `shutdown`, in our order
         timeout_graceful_shutdown=int(config.drain_s + _AFTER_DRAIN_S) + 1,

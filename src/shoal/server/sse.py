@@ -1,4 +1,4 @@
-"""Server-sent events: an answer in pieces, comments while nothing comes, an end whoever goes away."""
+"""Server-sent events: an answer in pieces, comments while nothing comes, and an end in every case."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError
@@ -172,3 +172,32 @@ class EventStream(Response):
             await asyncio.wait((left, stalled), return_when=asyncio.FIRST_COMPLETED)
         finally:
             left.cancel()
+
+
+class WatchedStream(StreamingResponse):
+    """A stream of pieces whose client is taken for gone when it leaves one unread for `write_timeout_s`."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], write_timeout_s: float, **settings: Any) -> None:
+        super().__init__(pieces, **settings)
+        self._write_timeout_s = write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the stream to its end."""
+
+        stalled = False
+
+        async def watched(message: Message) -> None:
+            nonlocal stalled
+            try:
+                async with asyncio.timeout(self._write_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                stalled = True
+                raise
+
+        try:
+            await super().__call__(scope, receive, watched)
+        except Exception:  # the framework makes another error of it
+            if not stalled:
+                raise
+            scope["state"]["record"]["error"] = "client_stalled"

@@ -15,7 +15,11 @@ from shoal.errors import GraphError
 from shoal.types import Priority, SamplingParams
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # it goes into HTTP headers
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w-]*(?:\.\w+)*)\}")
+_PATH = r"[A-Za-z_][\w-]*(?:\.\w+)*"
+# In one pair of braces a name is replaced, in two it is text in one pair, in three it is replaced within one pair.
+_PLACEHOLDER = re.compile(
+    rf"\{{\{{\{{(?P<within>{_PATH})\}}\}}\}}|\{{\{{(?P<text>{_PATH})\}}\}}|\{{(?P<path>{_PATH})\}}"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +27,8 @@ class Agent:
     """One agent. Checked when built; raises `GraphError`.
 
     `task` is what it is to do, `role` who it is; both may name inputs of the graph, and outputs that its node depends
-    on, in braces: `{question}`, `{planner.sections}`, and `{item}` in a map. With a `schema` (a dataclass, a pydantic
+    on, in braces: `{question}`, `{planner.sections}`, and `{item}` in a map; `{{a}}` is the text `{a}`, so that a word
+    may stand in braces. With a `schema` (a dataclass, a pydantic
     model, a JSON schema) its output is held to that and parsed. `timeout_s` bounds one attempt, from when it joins the
     batch; `deadline_s` the whole node, waiting and retries included, from when its inputs are there.
     """
@@ -83,9 +88,22 @@ def _wrong(name: str, value: object, limit: str) -> GraphError:
 def placeholders(template: str) -> Iterator[tuple[str, ...]]:
     """The dotted names in braces of a template, split: `{plan.sections}` is ("plan", "sections")."""
     for found in _PLACEHOLDER.finditer(template):
-        yield tuple(found[1].split("."))
+        path = found["path"] or found["within"]
+        if path:
+            yield tuple(path.split("."))
 
 
 def render(template: str, lookup: Any) -> str:
-    """The template with each name in braces replaced by the text that `lookup(path)` gives. Other braces stay."""
-    return _PLACEHOLDER.sub(lambda found: lookup(tuple(found[1].split("."))), template)
+    """The template with each name in braces replaced by the text that `lookup(path)` gives.
+
+    A name in doubled braces is text in single ones: `{{a}}` gives `{a}`. Other braces stay.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        if found["text"]:
+            return f"{{{found['text']}}}"
+        path = found["path"] or found["within"]
+        value = str(lookup(tuple(path.split("."))))
+        return f"{{{value}}}" if found["within"] else value
+
+    return _PLACEHOLDER.sub(fill, template)

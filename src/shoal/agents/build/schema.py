@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import GraphError
-from shoal.sampling.closing import closed
+from shoal.sampling.schema import closed
 
 
 @dataclass(frozen=True, slots=True)

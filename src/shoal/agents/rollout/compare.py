@@ -83,7 +83,7 @@ class TrialComparison:
         return statistics.fmean(self.agreements) if self.agreements else None
 
     def worse(self) -> str | None:
-        """Why the candidate is worse by more than the plan's margin, or None while it is not, or nobody knows yet."""
+        """Why the candidate is worse by more than the plan's margin, or None while it is not or too little is known."""
         plan, least = self.plan, self.plan.min_samples
         if min(self.stable.ended, self.candidate.ended) >= least:
             ours, theirs = self.stable.success or 0.0, self.candidate.success or 0.0

@@ -5,7 +5,7 @@
     async with Rollout(AsyncEngine.load("smollm2-135m"), "plan.json", trace=trace) as engine:
         await graph.run(engine, question=...)       # unchanged
 
-The plan, a file or an http URL, is read again while it runs. Whoever can write it decides which models are loaded.
+The plan, a file or an http URL, is read again while it runs. Who may write it decides which models are loaded.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Rollout:
             if trial is self._trial is not None and isinstance(error, EngineClosedError):
                 self._roll_back(f"the candidate has failed: {error}")
             raise
-        except (asyncio.CancelledError, GeneratorExit):  # whoever waited gave up: that counts once it is too late
+        except (asyncio.CancelledError, GeneratorExit):  # the caller gave up: a failure once it is too late
             if not over and request.deadline_s is not None and time.perf_counter() - began >= request.deadline_s:
                 self._count(trial, tally, False, time.perf_counter() - began)
             raise

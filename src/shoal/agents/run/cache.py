@@ -31,7 +31,7 @@ class Memo:
         return None
 
     async def generate(self, engine: AgentEngine, request: Request, key: str | None) -> AsyncIterator[Event]:
-        """Events of the request, and its result noted for others that have the same key (None: nobody has)."""
+        """Events of the request, and its result noted for others that have the same key (None: none has)."""
         if key is None or key in self._results:
             async with leaving(engine.generate(request)) as events:
                 async for event in events:

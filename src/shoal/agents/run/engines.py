@@ -21,7 +21,7 @@ class AgentEngine(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """Facts about the model; `kv_bytes_per_token` 0 where nobody tells."""
+        """Facts about the model; `kv_bytes_per_token` is 0 where it is not known."""
         ...
 
     def generate(self, request: Request) -> AsyncIterator[Event]:

@@ -25,7 +25,7 @@ _GROWTH = 1.25  # the next look comes when so many times more inputs have ended
 
 
 class Keeper(Protocol):
-    """Who is told what happens to nodes, to keep and prefetch prefixes."""
+    """Is told what happens to nodes, to keep and prefetch prefixes."""
 
     def begin(self) -> None:
         """The run begins."""
@@ -100,7 +100,7 @@ class PrefixKeeper:
         self._gone: list[asyncio.Task[Expectation | None]] = []
 
     def begin(self) -> None:
-        """Announce the shared part. It is computed by whoever comes first, while the others wait for its blocks."""
+        """Announce the shared part. The first request computes it; the others wait for its blocks."""
         try:
             shared = shared_text(self._run)
         except GraphError:  # the nodes will say so
@@ -182,7 +182,7 @@ class PrefixKeeper:
         return expectation
 
     def _drop(self, node: Node | None) -> None:
-        """This node needs its beginning no more; if nobody else does, take the announcement back."""
+        """This node no longer needs its beginning; if no other node does, take the announcement back."""
         key = self._of.pop(node, None)
         if key is None:
             return

@@ -103,7 +103,7 @@ class Run(RunState):
         return self._stream()
 
     async def _stream(self) -> AsyncIterator[GraphEvent]:
-        """Events as they come. The run is not over before all were taken: whoever takes one may still add nodes."""
+        """Events as they come. The run is not over before all were taken: the reader of one may still add nodes."""
         self._streaming = True
         while self._crash is None:
             if self._events:
@@ -214,7 +214,7 @@ class Run(RunState):
         return full
 
     def tell(self, event: GraphEvent) -> None:
-        """Tell whoever streams."""
+        """Put an event into the stream, if there is a reader."""
         if self._streaming or event.kind is not EventKind.TEXT:
             self._events.append(event)
         self._news.set()

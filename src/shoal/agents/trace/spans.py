@@ -29,7 +29,7 @@ class Spans(Protocol):
 
 
 class NoSpans:
-    """Where nobody listens."""
+    """Spans that go nowhere: no tracer is configured."""
 
     def begin_node(self, node: str) -> None:
         """Nothing."""

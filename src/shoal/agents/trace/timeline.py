@@ -11,7 +11,7 @@ Record = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Bar:
-    """One attempt on the time axis, in milliseconds since its run began. None where nobody knows."""
+    """One attempt on the time axis, in milliseconds since its run began. None where it is not known."""
 
     attempt: int
     submitted: float
@@ -131,7 +131,7 @@ def _number(value: object) -> float | None:
 
 
 def at_ms(record: Record) -> float:
-    """When something was noted, in milliseconds since its run began; 0 where nobody says."""
+    """When something was noted, in milliseconds since its run began; 0 where the record does not say."""
     return _number(record.get("at_ms")) or 0.0
 
 

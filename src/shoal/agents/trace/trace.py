@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -12,6 +14,8 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from shoal.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class Trace:
     """Collects records, and writes them to a file, one JSON document a line, if it has a path. Thread-safe.
 
     Every record has a `kind`: "graph", "node" and "attempt" come from runs; others, such as "decision", from
-    whoever calls `write`. Usable with `with`, and closed by it. StoreError when the file cannot be written.
+    the caller of `write`. Usable with `with`, and closed by it. StoreError when the file cannot be opened; one that
+    cannot be written any more (a full disk) ends, `error` says why, and what it belongs to goes on.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -66,6 +71,7 @@ class Trace:
         self._lock = threading.Lock()
         self._path = path
         self._file: TextIO | None = None
+        self.error: StoreError | None = None
         if path is not None:
             try:
                 self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - `close` closes it
@@ -86,15 +92,21 @@ class Trace:
                     self._file.write(line + "\n")
                     self._file.flush()
                 except OSError as error:
-                    raise self._unwritable(error) from error
+                    self.error = self._unwritable(error)
+                    log.error("%s", self.error)
+                    self._end_file()
         return full
+
+    def _end_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what is in its buffer still does not fit
+                file.close()
 
     def close(self) -> None:
         """Close the file. Idempotent; the records stay."""
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._end_file()
 
     def __enter__(self) -> Self:
         return self

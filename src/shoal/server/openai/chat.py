@@ -44,6 +44,8 @@ async def chat_completions(api: Api, http: HttpRequest, body: ChatRequest) -> Re
     api.check_count(count, "n")
     structured = body.response_format is not None and body.response_format.type != "text"
     names = dict(NAMES)
+    if body.structured_outputs is not None and not structured:
+        names["json_schema"] = "structured_outputs"
     if use.active or structured:
         names["grammar"] = "response_format" if structured else "tools"
     if body.max_completion_tokens is not None:
@@ -69,6 +71,8 @@ def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequ
     held = use.held(inputs, tool_style(codec), schema, "tools.{}.function.parameters")
     if held and body.structured_outputs is not None:
         raise bad_request("structured_outputs contradicts response_format or tools", "structured_outputs")
+    given = body.structured_outputs.json_ if body.structured_outputs is not None else None
+    body.note_unchecked(use.unchecked(given if schema is None else schema))
     arguments.update(held)
     tokens = prompt_tokens(inputs, Chat(body.messages, use.shown, body.chat_template_kwargs, body.reasoning_effort))
     arguments = Effort(body.reasoning_effort, body.thinking_budget).sampling(codec, tokens, arguments)
@@ -148,7 +152,7 @@ def _head(call: Call, kind: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": call.served.name,
         "service_tier": "default",
-        "system_fingerprint": None,
+        "system_fingerprint": "shoal",
     }
 
 

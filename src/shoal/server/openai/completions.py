@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from shoal.sampling.schema import unchecked_formats
 from shoal.server.errors import bad_request
 from shoal.server.generation import Api, Call, choice_seeds, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
@@ -70,6 +71,7 @@ def _requests(api: Api, served: Served, body: CompletionRequest, prompts: Sequen
     told = [body.prompt_logprobs, body.logprobs if body.echo else None, 0 if body.max_tokens == 0 else None]
     if any(count is not None for count in told):
         arguments["prompt_logprobs"] = max(count for count in told if count is not None)
+    body.note_unchecked(unchecked_formats(arguments.get("json_schema", {})))
     seeds = choice_seeds(arguments.pop("seed", None), body.n or 1)
     for prompt in prompts:
         if isinstance(prompt, str) and inputs.codec is None:
@@ -152,7 +154,7 @@ def _head(call: Call) -> dict[str, Any]:
         "object": "text_completion",
         "created": int(time.time()),
         "model": call.served.name,
-        "system_fingerprint": None,
+        "system_fingerprint": "shoal",
     }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from shoal.types import Namespace, Priority, SamplingParams
@@ -94,6 +95,21 @@ class Common(Strict):
     repetition_penalty: Annotated[Finite, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
 
+    _unchecked: list[str] = PrivateAttr(default_factory=list)
+    _caller: str = PrivateAttr("")
+
+    def note_unchecked(self, formats: Sequence[str]) -> None:
+        """Remember formats of schemas that the answer is not held to; the answer's headers tell."""
+        self._unchecked += [form for form in formats if form not in self._unchecked]
+
+    @property
+    def note(self) -> str | None:
+        """What the headers of the answer tell beside it."""
+        if not self._unchecked:
+            return None
+        shown = ", ".join(ascii(form)[:40] for form in self._unchecked[:8])
+        return f"format not checked: {shown}"
+
     def priority_class(self) -> Priority:
         """`priority` where given, else what `service_tier` means."""
         if self.priority is not None:
@@ -102,8 +118,12 @@ class Common(Strict):
         return tiers.get(self.service_tier or "auto", Priority.NORMAL)
 
     def namespace(self) -> Namespace:
-        """Prefixes are shared only among calls with one `prompt_cache_key`."""
-        return Namespace(task=self.prompt_cache_key or "")
+        """Prefixes are shared only among calls with one `prompt_cache_key` and of one caller."""
+        return Namespace(task=self.prompt_cache_key or "", agent=self._caller)
+
+    def of_caller(self, caller: str) -> None:
+        """Say whose call it is: a name of the API key."""
+        self._caller = caller
 
     def agent(self) -> tuple[str | None, str | None]:
         """Task and agent for the log: from the metadata, or the fields nearest to it."""

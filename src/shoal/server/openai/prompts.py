@@ -13,6 +13,7 @@ from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loading import ModelCodec
 from shoal.models.toolform import ToolForm
 from shoal.models.traced import as_content
+from shoal.server.errors import bad_request
 from shoal.server.openai.schemas import ChatMessage, Tool
 from shoal.server.reasoning import effort_variables, history_field, markers_of, template_of
 
@@ -76,6 +77,8 @@ def chat_tokens(codec: Codec, chat: Chat) -> list[int]:
     variables = {**effort_variables(template, chat.effort), **(chat.variables or {})}
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
+    if "self" in variables:
+        raise bad_request("chat_template_kwargs: `self` is no name for a variable", "chat_template_kwargs")
     text = codec.tokenizer.chat_template.render(messages, tools=tools, **variables)
     markers = markers_of(template)
     if chat.effort == "none" and markers is not None and text.rstrip().endswith(markers.begin):

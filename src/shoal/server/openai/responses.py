@@ -60,6 +60,7 @@ def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> 
     arguments = body.sampling()
     schema = body.schema_of()
     held = use.held(inputs, tool_style(codec), schema, "tools.{}.parameters")
+    body.note_unchecked(use.unchecked(schema))
     tokens = prompt_tokens(inputs, Chat(body.messages(), use.shown, effort=body.effort().level))
     limit = output_limit(served, len(tokens), body.max_output_tokens)
     arguments = body.effort().sampling(codec, tokens, {**arguments, **held, "max_tokens": limit})
@@ -197,6 +198,7 @@ class Output:
             "id": self._id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": failed,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -208,10 +210,16 @@ class Output:
             "temperature": sampling["temperature"],
             "top_p": sampling.get("top_p", 1.0),
             "tool_choice": _plain(body.tool_choice) or "auto",
-            "tools": [_plain(tool) for tool in body.tools or ()],
+            "tools": [tool.model_dump() for tool in body.tools or ()],
             "text": _plain(body.text) or {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": self._usage(),
+            "top_logprobs": 0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_tool_calls": None,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
             "user": body.user,
             "metadata": body.metadata or {},
             "store": False,

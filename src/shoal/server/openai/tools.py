@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.engine.inputs import InputProcessor
 from shoal.errors import InvalidRequestError
-from shoal.sampling.closing import closed
-from shoal.sampling.grammar import GrammarCompiler
-from shoal.sampling.schema import check_schema
+from shoal.sampling.grammar import GrammarCompiler, json_options
+from shoal.sampling.schema import check_schema, closed, translated, unchecked_formats
 from shoal.server.errors import bad_request
 from shoal.server.openai.prompts import ToolStyle
 from shoal.server.openai.schemas import NamedTool, Tool
@@ -42,27 +41,45 @@ class ToolUse:
         self, inputs: InputProcessor, style: ToolStyle, schema: dict[str, Any] | None, place: str
     ) -> dict[str, Any]:
         """As `grammar`, and compiled: ApiError names the tool whose parameters cannot be honoured, by its `place`."""
-        arguments = self.grammar(style, schema)
-        if self.shown and arguments and inputs.grammars is not None:
-            try:
-                for tool in self.shown:
-                    check_schema(tool.function.parameters or {})
+        try:
+            for tool in self.shown if self.constrained(schema) else ():
+                check_schema(tool.function.parameters or {})
+            arguments = self.grammar(style, schema)
+            if self.shown and arguments and inputs.grammars is not None:
                 inputs.grammars.compile(SamplingParams(**arguments))
-            except InvalidRequestError:
+        except InvalidRequestError:
+            if self.shown and inputs.grammars is not None:
                 self._blame(inputs.grammars, place)
-                raise
+            raise
         return arguments
 
-    def _blame(self, grammars: GrammarCompiler, place: str) -> None:
-        """Raise an ApiError for the first tool of whose parameters alone no grammar can be made."""
-        for number, tool in enumerate(self.shown):
-            try:
-                grammars.compile(SamplingParams(json_schema=closed(tool.function.parameters or {})))
-            except InvalidRequestError as error:
-                param = place.format(number)
-                raise bad_request(str(error).replace("json_schema", param, 1), param) from error
+    def constrained(self, schema: Mapping[str, Any] | None) -> bool:
+        """True when calls in the answer are held to the parameters of their tools."""
+        return bool(self.forced) or schema is not None or any(tool.function.strict for tool in self.shown)
 
-    def grammar(self, style: ToolStyle, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    def unchecked(self, schema: Mapping[str, Any] | None) -> list[str]:
+        """Formats in the schemas that hold the answer to which it is not held."""
+        schemas: list[Mapping[str, Any]] = (
+            [t.function.parameters or {} for t in self.shown] if self.constrained(schema) else []
+        )
+        schemas += [schema] if schema is not None else []
+        return sorted({form for one in schemas for form in unchecked_formats(one)})
+
+    def _blame(self, grammars: GrammarCompiler, place: str) -> None:
+        """Raise an ApiError for the tool of whose parameters alone no grammar can be made, if there is one.
+
+        The tools are halved until one is left, which costs about two grammars of them all.
+        """
+        tools = list(enumerate(self.shown))
+        while len(tools) > 1:
+            half = tools[: len(tools) // 2]
+            tools = half if _refusal(grammars, half) is not None else tools[len(half) :]
+        error = _refusal(grammars, tools)
+        if error is not None:
+            param = place.format(tools[0][0])
+            raise bad_request(str(error).replace("json_schema", param, 1), param) from error
+
+    def grammar(self, style: ToolStyle, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Arguments for `SamplingParams` that hold the answer to what was asked; empty when nothing was.
 
         With a `schema` the answer follows that, unless it is a tool call.
@@ -71,12 +88,28 @@ class ToolUse:
         if self.forced:
             return {"grammar": _called(self.forced, style, most)}
         if schema is not None and self.shown:
-            return {"grammar": f"{_called(self.shown, style, most, 'answer')}answer: {_json(closed(schema))}"}
+            return {"grammar": _called(self.shown, style, most, closed(schema))}
         if schema is not None:
             return {"json_schema": closed(schema)}
         if any(tool.function.strict for tool in self.shown):
             return {"grammar": _optional(self.shown, style)}
         return {}
+
+
+def _refusal(grammars: GrammarCompiler, tools: Sequence[tuple[int, Tool]]) -> InvalidRequestError | None:
+    """Why no grammar can be made of the parameters of some tools together; None when one can."""
+    parts = {str(number): tool.function.parameters or {} for number, tool in tools}
+    schema: Mapping[str, Any] = next(iter(parts.values()))
+    if len(parts) > 1:
+        moved = {name: _moved(part, f"#/properties/{name}") for name, part in parts.items()}
+        schema = {"type": "object", "properties": moved, "required": list(parts)}
+    try:
+        for part in parts.values():
+            check_schema(part)
+        grammars.compile(SamplingParams(json_schema=schema))
+    except InvalidRequestError as error:
+        return error
+    return None
 
 
 def tool_use(tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool | None) -> ToolUse:
@@ -130,14 +163,18 @@ def _moved(value: Any, root: str) -> Any:
     return [_moved(item, root) for item in value] if isinstance(value, list) else value
 
 
-def _called(tools: Sequence[Tool], style: ToolStyle, most: int, otherwise: str = "") -> str:
-    """One to `most` calls in the model's format, or what another rule allows."""
-    start = f"start: calls | {otherwise}\n" if otherwise else "start: calls\n"
+def _called(tools: Sequence[Tool], style: ToolStyle, most: int, answer: Mapping[str, Any] | None = None) -> str:
+    """One to `most` calls in the model's format, or an answer that follows a schema."""
+    start = "start: calls\n" if answer is None else "start: calls | answer\n"
+    body = _calls_schema(tools, style) if style is ToolStyle.HERMES else _bare(tools, style, most)
     if style is ToolStyle.HERMES:
         more = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
-        body = _json(_calls_schema(tools, style))
-        return f'{start}calls: call{more}\ncall: "<tool_call>\\n" body "\\n</tool_call>"\nbody: {body}'
-    return f"{start}calls: {_json(_bare(tools, style, most))}"
+        calls = f'calls: call{more}\ncall: "<tool_call>\\n" body "\\n</tool_call>"\nbody: '
+    else:
+        calls = "calls: "
+    if answer is None:
+        return f"{start}{calls}{_json(body)}"
+    return f"{start}{calls}{_json(body, answer)}answer: {_json(answer, body)}"
 
 
 def _bare(tools: Sequence[Tool], style: ToolStyle, most: int) -> dict[str, Any]:
@@ -161,6 +198,6 @@ def _optional(tools: Sequence[Tool], style: ToolStyle) -> str:
     return f"start: body | TEXT\nTEXT: /([^{{\\[](.|\\n)*)?/\nbody: {_json(_bare(tools, style, _MAX_CALLS))}"
 
 
-def _json(schema: dict[str, Any]) -> str:
-    """A schema as the right side of a Lark rule."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}\n"
+def _json(schema: Mapping[str, Any], *beside: Mapping[str, Any]) -> str:
+    """A schema as the right side of a Lark rule; `beside` are others in the same grammar."""
+    return f"%json {json.dumps({**translated(schema), 'x-guidance': json_options(schema, *beside)})}\n"

@@ -7,8 +7,10 @@ before, whole. Runs that a dead process left unfinished are marked so when the f
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,11 +49,14 @@ class History:
         with self._failing():
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # Questions and answers are their owner's. The files beside it take their mode from this one.
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                path.chmod(0o600)
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
             try:
-                self._db.execute("PRAGMA journal_mode = WAL")
+                self._begin_log()
                 self._db.execute("PRAGMA synchronous = NORMAL")
                 self._migrate()
                 self._mark_interrupted()
@@ -115,6 +120,19 @@ class History:
         with self._lock:
             self._db.close()
 
+    def _begin_log(self) -> None:
+        """Switch the file to a write-ahead log. Another process that does so is waited for: SQLite itself does not."""
+        until = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if _code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
     def _migrate(self) -> None:
         version = self._version()
         if version > len(_MIGRATIONS):
@@ -166,19 +184,23 @@ class History:
         try:
             yield
         except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", None)
             hints = {
                 sqlite3.SQLITE_FULL: "free some space, or delete runs",
                 sqlite3.SQLITE_NOTADB: "move the file away: it is no history",
                 sqlite3.SQLITE_CORRUPT: "move the file away: it is damaged",
                 sqlite3.SQLITE_BUSY: "another process holds it; try again",
             }
-            hint = hints.get(code or 0, "check the file and its directory")
+            hint = hints.get(_code(error), "check the file and its directory")
             raise HistoryError(f"the history failed: {error}", value=str(self._path), hint=hint) from error
         except OSError as error:
             raise HistoryError(
                 f"the history cannot be opened: {error}", value=str(self._path), hint="set SHOAL_HOME to another place"
             ) from error
+
+
+def _code(error: sqlite3.Error) -> int:
+    """The kind of an error, without what SQLite adds to it."""
+    return int(getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
 def _escaped(word: str) -> str:

@@ -65,14 +65,14 @@ def card_numbers(card: Card, now: float, began: float) -> Document:
     ttft = None if card.first_token_at is None else card.first_token_at - began
     if result is not None and result.ttft_s is not None:
         ttft = result.ttft_s
-    seq = card.handle.request_state.seq if card.handle is not None and card.handle.request_state is not None else None
+    progress = card.handle.progress() if card.handle is not None else None
     return {
         "state": "cancelled" if card.state is CardState.ABORTED else str(card.state),
         "tokens": card.tokens,
         "tokens_per_s": round(card.tokens_per_s(now), 1),
         "ttft_ms": None if ttft is None else round(ttft * 1e3, 1),
-        "prompt_tokens": 0 if seq is None else seq.prompt_len,
-        "cached_tokens": 0 if seq is None else seq.cached_tokens,
+        "prompt_tokens": 0 if progress is None else progress.prompt_tokens,
+        "cached_tokens": 0 if progress is None else progress.cached_tokens,
         "finish_reason": None if result is None else str(result.finish_reason),
         "error": None if result is None else _why(result),
     }

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Header, Query
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from shoal import __version__
 from shoal.agents.swarm import SPECIALISTS
 from shoal.server.generation import Api
+from shoal.server.sse import WatchedStream
 from shoal.server.swarmbench.export import to_markdown
 from shoal.server.swarmbench.page_files import page_file
 from shoal.server.swarmbench.run import SwarmOrder
@@ -119,7 +120,7 @@ def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
         last_event_id: Annotated[int | None, Header(ge=0)] = None,
     ) -> Response:
         pieces = await runs.follow(run_id, after if after is not None else last_event_id)
-        return StreamingResponse(pieces, media_type="text/event-stream", headers=_STREAM)
+        return WatchedStream(pieces, api.config.write_timeout_s, media_type="text/event-stream", headers=_STREAM)
 
     @app.post("/swarmbench/runs/{run_id}/stop")
     async def stop(run_id: str, body: StopRequest) -> dict[str, Any]:

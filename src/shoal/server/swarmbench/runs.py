@@ -17,7 +17,7 @@ from shoal.server.swarmbench.record import Document, frozen
 from shoal.server.swarmbench.run import SwarmOrder, SwarmRun
 
 MAX_RUNNING = 8  # each may have eight agents; more only wait for each other
-_KEPT = 16  # runs in memory that have ended: whoever reads one may come back for its last frames
+_KEPT = 16  # runs in memory that have ended: a page may come back for its last frames
 _SAVE_S = 1.0  # what a killed server loses at most
 
 
@@ -33,7 +33,7 @@ class SwarmRuns:
         self._history: History | None = None
         self._opening = asyncio.Lock()
         self._keeping: dict[str, asyncio.Task[None]] = {}
-        self.history_error: str | None = None  # why the last save failed, for whoever shows it
+        self.history_error: str | None = None  # why the last save failed; the page shows it
 
     async def history(self) -> History:
         """The history, opened when it is first needed. Raises `HistoryError`."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from shoal.agents.cards import Card
-from shoal.core.sequence import Sequence as EngineSequence
-from shoal.core.sequence import Status
+from shoal.engine.handles import Progress
 from shoal.types import StepRecord
 
 MAX_STEPS = 6000  # kept of one phase: eight agents of 700 tokens one by one; what comes after is not drawn
@@ -51,19 +50,19 @@ class StepLog:
     def note(self, record: StepRecord, now: float) -> None:
         """Take in a step that has just ended."""
         took = joined = left = 0
-        running: list[EngineSequence] = []
+        running: list[Progress] = []
         for bit, (card, seen) in enumerate(zip(self.cards, self._seen, strict=True)):
-            state = card.handle.request_state if card.handle is not None else None
-            if state is None:
+            if card.handle is None:
                 continue
-            present = state.seq.status is Status.RUNNING
+            progress = card.handle.progress()
+            present, computed = progress.running, progress.computed_tokens
             if present:
-                running.append(state.seq)
-            if (present and state.seq.computed != seen.computed) or seen.present != present:
+                running.append(progress)
+            if (present and computed != seen.computed) or seen.present != present:
                 took |= 1 << bit
             joined |= (present and not seen.present) << bit
             left |= (seen.present and not present) << bit
-            seen.computed, seen.present = state.seq.computed, present
+            seen.computed, seen.present = computed, present
         if took and len(self.rows) < MAX_STEPS:
             self.widest = max(self.widest, record.batch)
             held, saved = _kv(running, self.block_bytes)
@@ -74,7 +73,7 @@ class StepLog:
             self.rows.append((begin, round(record.ms, 2), *width, took, joined, left, held, saved))
 
 
-def _kv(running: Sequence[EngineSequence], block_bytes: int) -> tuple[int, int]:
+def _kv(running: Sequence[Progress], block_bytes: int) -> tuple[int, int]:
     """Bytes of the blocks that some sequences hold, and of those they would hold if nothing were shared."""
     mentioned = sum(len(seq.blocks) for seq in running)
     distinct = len({block for seq in running for block in seq.blocks})

@@ -16,6 +16,7 @@ from shoal.server.errors import ApiError
 from shoal.server.hub import ModelHub
 
 _MAX_PULLS = 2  # at a time
+_KEPT_PULLS = 32  # that have ended
 
 
 @dataclass(slots=True)
@@ -35,7 +36,8 @@ class Storage:
 
     def __init__(self, hub: ModelHub) -> None:
         self._hub = hub
-        self._pulls: dict[str, Pull] = {}
+        self._pulls: dict[str, Pull] = {}  # the latest of each name, so many
+        self._lock = threading.Lock()
         self._weights: dict[tuple[Path, int], str] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -56,31 +58,37 @@ class Storage:
         root = next(path for path in (store.root, *store.root.parents) if path.exists())
         pulls = [asdict(pull) for pull in list(self._pulls.values())]
         for pull in pulls:
-            if not pull["finished"] and not pull["total"]:  # the hub's client tells nobody how far it is
+            if not pull["finished"] and not pull["total"]:  # the hub's client does not tell how far it is
                 pull["done"] = store.bytes_so_far(pull["name"])
         return {"models": models, "pulls": pulls, "free_bytes": shutil.disk_usage(root).free}
 
     def pull(self, name: str) -> Pull:
         """Begin to fetch a model; returns at once. ApiError 429 when enough are under way; `ModelNotFoundError`."""
-        running = [pull for pull in self._pulls.values() if not pull.finished]
-        if any(pull.name == name for pull in running):
-            return self._pulls[name]
-        if len(running) >= _MAX_PULLS:
-            raise ApiError(429, f"{len(running)} models are being fetched", code="queue_full")
         store = Store()
         store.check_name(name)
-        pull = self._pulls[name] = Pull(name)
+        with self._lock:  # calls come on several threads
+            running = [pull for pull in self._pulls.values() if not pull.finished]
+            if any(pull.name == name for pull in running):
+                return self._pulls[name]
+            if len(running) >= _MAX_PULLS:
+                raise ApiError(429, f"{len(running)} models are being fetched", code="queue_full")
+            for ended in [known for known, pull in self._pulls.items() if pull.finished][: -_KEPT_PULLS or None]:
+                del self._pulls[ended]
+            pull = self._pulls[name] = Pull(name)
         threading.Thread(target=_fetch, args=(store, pull), name=f"pull-{name}", daemon=True).start()
         return pull
 
     def remove(self, name: str) -> int:
         """Delete a model; gives the bytes freed. ApiError 409 for one in use; `ModelNotFoundError`, `StoreError`."""
-        if name in self._hub.in_use:
+        store = Store()
+        if any(store.same(name, used) for used in self._hub.in_use):
             raise ApiError(409, f"{name} is loaded; switch to another model first", param="name", code="model_in_use")
-        if name in self._pulls and not self._pulls[name].finished:
+        pulls = [known for known in list(self._pulls) if store.same(name, known)]
+        if any(not self._pulls[known].finished for known in pulls):
             raise ApiError(409, f"{name} is being fetched", param="name", code="model_in_use")
-        self._pulls.pop(name, None)
-        return Store().remove(name)
+        for known in pulls:
+            self._pulls.pop(known, None)
+        return store.remove(name)
 
     def _precision(self, model: StoredModel) -> str | None:
         """The type of most of a GGUF's weights, as "Q4_1"; None for other kinds and unreadable files."""

@@ -1,0 +1,177 @@
+"""NVIDIA GPUs as the registry sees them; this file imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+
+from shoal.config import EngineConfig
+from shoal.errors import BackendError, ConfigError, UnsupportedModelError
+from shoal.models.decoder import Decoder
+from shoal.runners.base import Runner, kv_budget
+from shoal.runners.plan import ModelSpec
+from shoal.runners.registry import LocalModel, RunnerCard
+
+WHY = "an NVIDIA GPU"
+INSTALL = "pip install 'shoal[cuda]' on a machine with an NVIDIA GPU"
+HONOURS = ()
+OPTIONS = ("device",)
+"""`device`: which GPU, "cuda:0" unless given. One engine uses one GPU."""
+
+LEAST_CAPABILITY = (8, 0)
+_MARGIN = 0.92  # of the free memory: what the driver, the compiler and graphs take is not ours to give
+_MAJOR, _MINOR = 75, 76  # attributes of cuDeviceGetAttribute
+
+
+def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
+    """Why no GPU can be used here, or not for this model."""
+    missing = [module for module in ("torch", "triton") if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed for {sys.executable}"
+    found = capabilities()
+    if not found:
+        return "the NVIDIA driver finds no GPU"
+    number = _number(config)
+    if number >= len(found):
+        return f"there is no device cuda:{number}, the driver finds {len(found)}"
+    if found[number] < LEAST_CAPABILITY:
+        have, need = (".".join(map(str, pair)) for pair in (found[number], LEAST_CAPABILITY))
+        return f"cuda:{number} has compute capability {have}, the kernels need {need}"
+    return None if model is None else _model_refusal(model)
+
+
+def _model_refusal(model: LocalModel) -> str | None:
+    from shoal.models import families
+
+    if model.gguf is None:
+        return f"it reads GGUF files, not {model.files.kind}"
+    try:
+        decoder = families.describe(model.gguf)
+    except UnsupportedModelError as error:
+        return error.message
+    from shoal.runners.cuda.supports import refusal
+
+    return refusal(decoder)
+
+
+def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
+    """Bring a model to the GPU. Nothing is kept in `cache_dir`; kernels are compiled when a step first needs them.
+
+    Raises `ModelError`s, `ConfigError` for a budget below one block, `BackendError` when the GPU's free memory does
+    not do.
+    """
+    from shoal.models import families
+
+    assert model.gguf is not None
+    kv_bytes = config.bytes_of("kv_memory")
+    assert kv_bytes is not None
+    return load_decoder(
+        families.describe(model.gguf),
+        f"cuda:{_number(config)}",
+        kv_bytes=kv_bytes,
+        memory_bytes=config.bytes_of("memory"),
+        max_batch=config.max_batch,
+        max_step_tokens=config.max_step_tokens,
+    )
+
+
+def load_decoder(
+    decoder: Decoder, device: str, *, kv_bytes: int, memory_bytes: int | None, max_batch: int, max_step_tokens: int
+) -> Runner:
+    """The same from a description. `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step."""
+    import torch
+
+    from shoal.runners.cuda.model import upload
+    from shoal.runners.cuda.runner import CUDARunner, bucket
+    from shoal.runners.cuda.supports import kv_bytes_per_token
+
+    target = torch.device(device)
+    per_block = kv_bytes_per_token(decoder) * 32
+    rows, slots = bucket(max_step_tokens) + bucket(max_batch), 2 * max_batch
+    weights = sum(weight.tensor.data.nbytes for _, weight in decoder.weights())
+    transient = rows * decoder.width * 40 + bucket(max_batch) * decoder.vocab_size * 4
+    budget = kv_budget(kv_bytes, memory_bytes, weights + transient)
+    if target.type == "cuda":
+        free = int(torch.cuda.mem_get_info(target)[0] * _MARGIN) - weights - transient
+        if free < per_block:
+            raise BackendError(
+                f"{device} has too little free memory for {decoder.name}",
+                value=free,
+                limit=weights + transient + per_block,
+                hint="free some, or load a smaller model",
+            )
+        budget = min(budget, free)
+    blocks = min(budget // per_block, 2**24)
+    if blocks < 1:
+        raise ConfigError(f"kv_memory is {kv_bytes:,} bytes", value=kv_bytes, limit=per_block, hint="raise it")
+    model = upload(decoder, target, blocks, decoder.context_length, bucket(slots))
+    return CUDARunner(model, spec_of(decoder, blocks, model.weight_bytes, transient), slots=slots, rows=rows)
+
+
+def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 0) -> ModelSpec:
+    """The facts the core relies on."""
+    from shoal.runners.cuda.supports import kv_bytes_per_token
+
+    return ModelSpec(
+        name=decoder.name,
+        architecture=decoder.family,
+        runner="cuda",
+        precision="bf16",
+        vocab_size=decoder.vocab_size,
+        context_length=decoder.context_length,
+        block_size=32,
+        num_blocks=blocks,
+        kv_bytes_per_token=kv_bytes_per_token(decoder),
+        weight_bytes=weight_bytes,
+        step_bytes=step_bytes,
+        max_chain=16,
+        max_top=128,
+        max_rows=16,
+        lookahead=1,
+        exact=True,
+    )
+
+
+def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | None) -> RunnerCard:
+    """The GPU; weights of the types that kernels unpack stay as the file has them."""
+    number = _number(config)
+    major, minor = capabilities()[number]
+    return RunnerCard(
+        devices=(f"cuda:{number}",),
+        precision="bf16",
+        why="products in bf16; Q4_0, Q4_K, Q6_K and Q8_0 weights stay at their bytes and are unpacked in them",
+        isa=(f"sm_{major}{minor}",),
+        file_bytes=None if model is None else model.file_bytes,
+    )
+
+
+def _number(config: EngineConfig) -> int:
+    """The number of the GPU that is asked for. `ConfigError` for another device."""
+    device = config.runner_options.get("device", "cuda:0")
+    name, _, number = str(device).partition(":")
+    if name != "cuda" or not (number or "0").isdecimal():
+        raise ConfigError(f"device is {device!r}", value=device, hint='give "cuda" or "cuda:1"')
+    return int(number or 0)
+
+
+@cache
+def capabilities() -> tuple[tuple[int, int], ...]:
+    """The compute capability of each GPU that the driver finds; empty without a driver."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    found = []
+    for number in range(count.value):
+        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        driver.cuDeviceGet(ctypes.byref(device), number)
+        driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+        found.append((major.value, minor.value))
+    return tuple(found)

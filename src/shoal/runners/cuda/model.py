@@ -1,0 +1,201 @@
+"""A dense decoder on the device: weights, rotary tables and KV, from its description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from shoal.models.decoder import Attention, Decoder, Dense, Layer, Norm
+from shoal.runners.cuda.supports import ACTIVATIONS
+from shoal.runners.cuda.weights import Matrix, paired, stacked, vector
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceAttention:
+    """Attention of one layer. `keys` and `values` bf16 [blocks + 1, KV heads, 32, dim]; the last block is a spare one.
+
+    `qkv` are products whose outputs lie side by side, with their biases. `cosines`, `sines` float32 [positions, pairs].
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    qkv: list[tuple[Matrix, torch.Tensor | None]]
+    out: Matrix
+    out_bias: torch.Tensor | None
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    normed: bool
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    sinks: torch.Tensor
+    has_sinks: bool
+    window: int | None
+    soft_cap: float | None
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        """Outputs of query, key and value products together."""
+        return (self.heads + 2 * self.kv_heads) * self.dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLayer:
+    """One layer; norms are float32 [width], None where there is none."""
+
+    attention: DeviceAttention
+    mixer_norm: torch.Tensor
+    mixer_post_norm: torch.Tensor | None
+    ff_norm: torch.Tensor
+    ff_post_norm: torch.Tensor | None
+    gate_up: Matrix
+    down: Matrix
+    activation: int
+
+    @property
+    def ff_size(self) -> int:
+        """Inner values of its feed-forward."""
+        return self.down.k
+
+
+@dataclass(slots=True, eq=False)
+class DeviceModel:
+    """A decoder that `refusal` has nothing against, on one device."""
+
+    device: torch.device
+    width: int
+    vocab_size: int
+    eps: float
+    embedding: torch.Tensor
+    embedding_scale: float
+    layers: list[DenseLayer]
+    norm: torch.Tensor
+    head: Matrix
+    soft_cap: float | None
+    logit_scale: float
+    residual_scale: float
+    kv: torch.Tensor = field(repr=False)
+    zeros: torch.Tensor = field(repr=False)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take on the device."""
+        matrices = [self.head]
+        for layer in self.layers:
+            matrices += [layer.gate_up, layer.down, layer.attention.out, *(m for m, _ in layer.attention.qkv)]
+        tied = self.embedding.data_ptr() == self.head.data.data_ptr()
+        return sum(m.nbytes for m in matrices) + (0 if tied else self.embedding.nbytes)
+
+
+def upload(decoder: Decoder, device: torch.device, blocks: int, context: int, lone_rows: int) -> DeviceModel:
+    """Bring a decoder to the device, with KV of `blocks` blocks (and a spare one) and positions up to `context`."""
+    first = decoder.layers[0].mixer
+    assert isinstance(first, Attention)
+    shapes = {(m.kv_heads, m.key_dim) for layer in decoder.layers if isinstance(m := layer.mixer, Attention)}
+    kv_heads, dim = first.kv_heads, first.key_dim
+    assert len(shapes) == 1  # `refusal` saw to it
+    kv = torch.zeros((len(decoder.layers), 2, blocks + 1, kv_heads, 32, dim), dtype=torch.bfloat16, device=device)
+    tables: dict[tuple[tuple[float, ...], float], tuple[torch.Tensor, torch.Tensor]] = {}
+    layers = []
+    for number, layer in enumerate(decoder.layers):
+        attention = layer.mixer
+        assert isinstance(attention, Attention)
+        assert attention.rotary is not None
+        key = (attention.rotary.frequencies, attention.rotary.factor)
+        if key not in tables:
+            tables[key] = _rotary(*key, context, device)
+        layers.append(_layer(layer, attention, tables[key], kv[number], device))
+    head = stacked([decoder.head.weight], device)[0]
+    embedding = head.data if decoder.tied and head.form == 0 else _plain(decoder, device)
+    return DeviceModel(
+        device,
+        decoder.width,
+        decoder.vocab_size,
+        decoder.norm.eps,
+        embedding,
+        decoder.embedding_scale,
+        layers,
+        _norm(decoder.norm, device),
+        head,
+        decoder.soft_cap,
+        decoder.logit_scale,
+        decoder.layers[0].residual_scale,
+        kv,
+        torch.zeros(lone_rows, dtype=torch.int32, device=device),
+    )
+
+
+def _plain(decoder: Decoder, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(decoder.embedding.values()).to(torch.bfloat16).to(device)
+
+
+def _rotary(
+    frequencies: tuple[float, ...], factor: float, context: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = np.arange(context)[:, None] * np.asarray(frequencies)[None, :]
+    both = [(np.cos(angle) * factor).astype(np.float32), (np.sin(angle) * factor).astype(np.float32)]
+    return torch.from_numpy(both[0]).to(device), torch.from_numpy(both[1]).to(device)
+
+
+def _norm(norm: Norm | None, device: torch.device) -> torch.Tensor:
+    assert norm is not None
+    assert norm.weight is not None
+    return vector(norm.weight, device)
+
+
+def _layer(
+    layer: Layer, a: Attention, rotary: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, device: torch.device
+) -> DenseLayer:
+    assert a.k is not None
+    assert a.v is not None
+    ff = layer.feed_forward
+    assert isinstance(ff, Dense)
+    assert ff.gate is not None
+    linears = (a.q, a.k, a.v)
+    qkv: list[tuple[Matrix, torch.Tensor | None]] = []
+    column = 0
+    biases = None
+    if any(linear.bias is not None for linear in linears):
+        parts = [
+            torch.zeros(linear.weight.shape[0], device=device) if linear.bias is None else vector(linear.bias, device)
+            for linear in linears
+        ]
+        biases = torch.cat(parts)
+    for matrix in stacked([linear.weight for linear in linears], device):
+        qkv.append((matrix, None if biases is None else biases[column : column + matrix.n].contiguous()))
+        column += matrix.n
+    one = torch.ones(a.key_dim, device=device)
+    attention = DeviceAttention(
+        a.heads,
+        a.kv_heads,
+        a.key_dim,
+        a.scale,
+        qkv,
+        stacked([a.out.weight], device)[0],
+        None if a.out.bias is None else vector(a.out.bias, device),
+        one if a.q_norm is None else _norm(a.q_norm, device),
+        one if a.k_norm is None else _norm(a.k_norm, device),
+        a.q_norm is not None,
+        *rotary,
+        one if a.sinks is None else vector(a.sinks, device),
+        a.sinks is not None,
+        a.window,
+        a.soft_cap,
+        kv[0],
+        kv[1],
+    )
+    return DenseLayer(
+        attention,
+        _norm(layer.mixer_norm, device),
+        layer.mixer_post_norm and _norm(layer.mixer_post_norm, device),
+        _norm(layer.ff_norm, device),
+        layer.ff_post_norm and _norm(layer.ff_post_norm, device),
+        paired(ff.gate.weight, ff.up.weight, device),
+        stacked([ff.down.weight], device)[0],
+        ACTIVATIONS[ff.activation],
+    )

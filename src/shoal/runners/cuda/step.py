@@ -1,0 +1,386 @@
+"""One step on the device: its buffers, the order of its kernels, and the graphs it is captured in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+
+from shoal.runners.cuda import kernels as k
+from shoal.runners.cuda.model import DenseLayer, DeviceAttention, DeviceModel
+from shoal.runners.cuda.weights import Matrix
+
+BLOCK = 32  # token slots of a KV block
+SPLIT = 128  # tokens of an attention split
+UPDATES = 256  # block-table entries that a step can change inside its graph
+_FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
+_GRAPHS = 96  # captured shapes kept
+_HEADS_EACH = 8  # heads that one program norms and rotates
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph is captured for; every number is a bucket, filled up with rows that write to a spare block.
+
+    `lone` rows come first, each alone in its sequence, over at most `splits` splits of context (a lone one of `span`
+    tokens), `trunks` shared splits among them; then `fed` rows in `tiles` tiles, neighbours of one sequence each;
+    `wanted` rows go on to the vocabulary. `logits`: all of them are kept. `feeds`: the chosen tokens are the next
+    step's.
+    """
+
+    lone: int
+    splits: int
+    span: int
+    trunks: int
+    fed: int
+    tiles: int
+    wanted: int
+    logits: bool
+    feeds: bool
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.lone + self.fed
+
+    @property
+    def tokens(self) -> int:
+        """Positions that a lone row can see."""
+        return self.span if self.splits == 1 else self.splits * SPLIT
+
+    def sections(self) -> Iterator[tuple[str, int]]:
+        """Names and lengths (int32) of the step's inputs, one after the other in one buffer."""
+        yield from (("tokens", self.rows), ("positions", self.rows), ("slots", self.rows), ("wanted", self.wanted))
+        yield from (("trunk_splits", self.lone), ("readers", self.lone), ("trunks", self.trunks * 4))
+        yield from (("tiles", self.tiles * 2), ("updates", UPDATES * 2))
+
+
+class Inputs:
+    """The int32 inputs of one shape: arrays on the host (pinned), and the same sections on the device."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        sections = list(shape.sections())
+        size = sum(-(-length // 4) * 4 for _, length in sections)
+        self.host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        self.arrays: dict[str, NDArray[np.int32]] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        at = 0
+        for name, length in sections:
+            self.arrays[name] = self.host.numpy()[at : at + length]
+            self.tensors[name] = self.device[at : at + max(length, 1)]
+            at += -(-length // 4) * 4  # 16 bytes: what a vector load wants
+
+        self._spare = [torch.zeros(UPDATES * 2, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+
+    def send(self) -> None:
+        """Copy the host's arrays over."""
+        self.device.copy_(self.host, non_blocking=True)
+
+    def send_updates(self, write: Callable[[NDArray[np.int32]], None]) -> None:
+        """Copy changed table entries alone; tokens and positions are on the device already.
+
+        Two buffers take turns: the copy before may still be under way, the one before that is not.
+        """
+        self._spare.reverse()
+        write(self._spare[0].numpy())
+        self.tensors["updates"].copy_(self._spare[0], non_blocking=True)
+
+
+class Buffers:
+    """Memory that all steps share, for at most `rows` rows of which `wanted` want logits.
+
+    Invariant: graphs hold its addresses, so nothing in it is ever replaced but `partials`, which says so.
+    """
+
+    def __init__(self, model: DeviceModel, rows: int, wanted: int) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=model.device)
+
+        widest = max(layer.attention.width for layer in model.layers)
+        heads = max(layer.attention.heads * layer.attention.dim for layer in model.layers)
+        self.x = empty(rows, model.width, dtype=torch.float32)
+        self.normed = empty(rows, model.width)
+        self.qkv = empty(rows, widest)
+        self.q = empty(rows, heads)
+        self.attended = empty(rows, heads)
+        self.inner = empty(rows, max(layer.ff_size for layer in model.layers))
+        self.parts = empty(max(rows, 4 * _FEW_ROWS), model.width, dtype=torch.float32)
+        self.final = empty(wanted, model.width)
+        self.logits = empty(wanted, model.vocab_size, dtype=torch.float32)
+        self.tiles = -(-model.vocab_size // HEAD_N)
+        self.best = empty(wanted, self.tiles, dtype=torch.float32)
+        self.best_at = empty(wanted, self.tiles, dtype=torch.int32)
+        self.chosen = empty(wanted, dtype=torch.int32)
+        self.partials: tuple[torch.Tensor, ...] = ()
+        self._heads, self._dim, self._device = heads, min(layer.attention.dim for layer in model.layers), model.device
+
+    def hold(self, lone: int, splits: int) -> bool:
+        """Make room for the shares of that many splits of that many rows; True when addresses changed."""
+        shares = lone * splits * (self._heads // self._dim)
+        if splits == 1 or (self.partials and len(self.partials[0]) >= shares):
+            return False
+        self.partials = tuple(
+            torch.zeros(shares * width, dtype=torch.float32, device=self._device)
+            for width in (1, 1, self._heads * lone * splits // shares)
+        )
+        return True
+
+
+HEAD_N = 128  # tokens of the vocabulary that one program takes
+
+
+class Step:
+    """Launches the kernels of a step, directly or as a captured graph. Leaves plans and sequences to the runner."""
+
+    def __init__(self, model: DeviceModel, tables: torch.Tensor, rows: int, wanted: int) -> None:
+        """`tables` int32 [slots, T]: the block tables, one row a sequence."""
+        self.model = model
+        self.tables = tables
+        self.buffers = Buffers(model, rows, wanted)
+        self._inputs: dict[Shape, Inputs] = {}
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        cuda = model.device.type == "cuda"
+        self._dependent = cuda and torch.cuda.get_device_capability(model.device) >= (9, 0)
+
+    def inputs(self, shape: Shape) -> Inputs:
+        """Where to put the numbers of a step of this shape."""
+        found = self._inputs.pop(shape, None)
+        if found is None:
+            found = Inputs(shape, self.model.device)
+        self._inputs[shape] = found  # last used, last
+        return found
+
+    def run(self, shape: Shape) -> None:
+        """Run a step over `inputs(shape)`, which are on the device; `buffers.chosen` and `.logits` are its outcome."""
+        if self.buffers.hold(shape.lone, shape.splits):
+            self._graphs.clear()
+        if self.model.device.type != "cuda":
+            self._launch(shape)
+            return
+        graph = self._graphs.get(shape)
+        if graph is None:
+            graph = self._capture(shape)
+        graph.replay()
+
+    def _capture(self, shape: Shape) -> torch.cuda.CUDAGraph:
+        inputs = self._inputs[shape]
+        kept = inputs.device.clone()
+        self._launch(shape)  # compiles what is new; the same inputs written twice give the same KV
+        inputs.device.copy_(kept)
+        torch.cuda.synchronize(self.model.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # nothing is allocated in it
+            self._launch(shape)
+        while len(self._graphs) >= _GRAPHS:
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest], self._inputs[oldest]
+        self._graphs[shape] = graph
+        return graph
+
+    # -- the kernels, in order ----------------------------------------------------------------------------------
+
+    def _launch(self, shape: Shape) -> None:
+        m, b, t = self.model, self.buffers, self._inputs[shape].tensors
+        k.update_tables[(1,)](self.tables, t["updates"], UPDATES, num_warps=4, **self._options(shape))
+        width = triton.next_power_of_2(m.width)
+        k.embed[(shape.rows,)](
+            t["tokens"], m.embedding, b.x, m.embedding_scale, m.width, width, num_warps=4, **self._options(shape)
+        )
+        segments = 0
+        for layer in m.layers:
+            self._norm(shape, layer, segments, first=True)
+            self._attention(shape, layer)
+            segments = self._product(shape, b.attended, layer.attention.out, b.parts, k.PARTS)
+            self._norm(shape, layer, segments, first=False)
+            self._product(shape, b.normed, layer.gate_up, b.inner, k.GATED, act=layer.activation)
+            segments = self._product(shape, b.inner, layer.down, b.parts, k.PARTS)
+        self._norm(shape, None, segments, first=True)
+        self._head(shape)
+
+    def _options(self, shape: Shape) -> dict[str, bool]:
+        """How kernels are launched: with few rows each starts while the one before ends; more would take its place."""
+        few = self._dependent and shape.rows <= _FEW_ROWS
+        return {"PDL": few, "launch_pdl": few, "enable_fp_fusion": False}
+
+    def _norm(self, shape: Shape, layer: DenseLayer | None, segments: int, *, first: bool) -> None:
+        """Add the last product to the residual, and norm for attention (`first`) or the feed-forward."""
+        m, b = self.model, self.buffers
+        weight = m.norm if layer is None else layer.mixer_norm if first else layer.ff_norm
+        post = bias = None
+        if layer is not None and not first:
+            post, bias = layer.mixer_post_norm, layer.attention.out_bias
+        elif segments:
+            before = m.layers[-1] if layer is None else m.layers[m.layers.index(layer) - 1]
+            post = before.ff_post_norm
+        k.norm[(shape.rows,)](
+            *(b.x, b.parts, weight if bias is None else bias, weight if post is None else post, weight, b.x, b.normed),
+            *(shape.rows * m.width, m.eps, m.residual_scale, m.width, triton.next_power_of_2(m.width)),
+            *(segments, bias is not None, post is not None, False, layer is not None),
+            num_warps=_warps(m.width),
+            **self._options(shape),
+        )
+
+    def _attention(self, shape: Shape, layer: DenseLayer) -> None:
+        m, b, t, a = self.model, self.buffers, self._inputs[shape].tensors, layer.attention
+        column = 0
+        for matrix, bias in a.qkv:
+            self._product(shape, b.normed, matrix, b.qkv[:, column:], k.STORE, bias=bias, ld=a.width)
+            column += matrix.n
+        k.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
+            *(b.qkv, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
+            *(a.keys, a.values, b.q, m.eps, self.tables.shape[1]),
+            *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, _HEADS_EACH),
+            num_warps=2,
+            **self._options(shape),
+        )
+        if shape.lone:
+            self._attend_lone(shape, a)
+        if shape.tiles:
+            k.attend_tiles[(shape.tiles, a.kv_heads)](
+                *(b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended),
+                *(self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0),
+                *(a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads),
+                *(a.soft_cap is not None, a.window is not None, a.has_sinks),
+                num_warps=4,
+                num_stages=1,
+                **self._options(shape),
+            )
+
+    def _attend_lone(self, shape: Shape, a: DeviceAttention) -> None:
+        """Attention of the rows that are alone in their sequence: shared splits, own splits, and all together."""
+        b, t, options = self.buffers, self._inputs[shape].tensors, self._options(shape)
+        partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
+        trunks = shape.trunks if a.window is None else 0  # a window reads little: each row its own
+        limits = (self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0)
+        sizes = (a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads)
+        kinds = (a.soft_cap is not None, a.window is not None, a.has_sinks)
+        reads = (b.q, a.keys, a.values, self.tables, t["positions"])
+        if trunks:
+            k.attend_trunks[(trunks, a.kv_heads)](
+                *(*reads, t["readers"], t["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
+                num_warps=4,
+                **options,
+            )
+        skipped = t["trunk_splits"] if trunks else self.model.zeros
+        k.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
+            *(*reads, t["slots"], skipped, a.sinks, b.attended, *partials, *limits),
+            *(shape.splits, shape.span, *sizes, *kinds),
+            num_warps=4,
+            **options,
+        )
+        if shape.splits > 1:
+            k.merge_rows[(a.heads, shape.lone)](
+                *(t["positions"], a.sinks, b.attended, *partials, limits[3], shape.splits, a.heads, a.dim, *kinds[1:]),
+                num_warps=1,
+                **options,
+            )
+
+    def _head(self, shape: Shape) -> None:
+        m, b, t = self.model, self.buffers, self._inputs[shape].tensors
+        if not shape.wanted:
+            return
+        k.norm[(shape.wanted,)](
+            *(b.x, b.parts, m.norm, m.norm, m.norm, t["wanted"], b.final),
+            *(0, m.eps, 1.0, m.width, triton.next_power_of_2(m.width), 0, False, False, True, True),
+            num_warps=_warps(m.width),
+            **self._options(shape),
+        )
+        product(
+            *(b.final, m.head, b.logits, k.PICK, shape.wanted),
+            best=(b.best, b.best_at),
+            cap=m.soft_cap,
+            logit_scale=m.logit_scale,
+            logits=shape.logits,
+            dependent=self._options(shape)["PDL"],
+        )
+        k.pick[(shape.wanted,)](
+            *(b.best, b.best_at, t["tokens"], t["positions"], t["slots"], b.chosen, len(self.tables) - 1),
+            *(b.tiles, triton.next_power_of_2(b.tiles), shape.feeds),
+            num_warps=4,
+            **self._options(shape),
+        )
+
+    def _product(self, shape: Shape, x: torch.Tensor, w: Matrix, out: torch.Tensor, epilogue: Any, **how: Any) -> int:
+        """`product` over all rows of the step."""
+        return product(x, w, out, epilogue, shape.rows, dependent=self._options(shape)["PDL"], **how)
+
+
+def product(
+    x: torch.Tensor,
+    w: Matrix,
+    out: torch.Tensor,
+    epilogue: Any,
+    rows: int,
+    *,
+    bias: torch.Tensor | None = None,
+    ld: int | None = None,
+    act: int = 0,
+    best: tuple[torch.Tensor, torch.Tensor] | None = None,
+    cap: float | None = None,
+    logit_scale: float = 1.0,
+    logits: bool = False,
+    dependent: bool = False,
+) -> int:
+    """Launch a product of `rows` rows; returns in how many sums an output of PARTS is left (see `kernels.product`)."""
+    gated = epilogue == k.GATED
+    n = w.n // 2 if gated else w.n
+    segments = segments_of(w.k)
+    bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
+    if w.form != k.BF16:  # what is unpacked waits in registers, not in more stages
+        stages = 3
+    split = segments if epilogue == k.PARTS and rows <= _FEW_ROWS else 1
+    values, places = best or (out, out)
+    k.product[(triton.cdiv(w.n, bn), triton.cdiv(rows, bm), split)](
+        *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, values, places),
+        *(rows, ld or n, cap or 0.0, logit_scale),
+        *(n, w.k, segments, split, w.form, epilogue, bias is not None, act, cap is not None, logits),
+        *(bm, bn, load_of(w.k, rows), dependent),
+        num_warps=warps,
+        num_stages=stages,
+        launch_pdl=dependent,
+        enable_fp_fusion=False,
+    )
+    return int(split)
+
+
+def segments_of(inputs: int) -> int:
+    """Segments that a product of so many inputs is cut into: of its shape only."""
+    return next(s for s in (4, 2, 1) if inputs % (s * 64) == 0 or s == 1)
+
+
+def load_of(inputs: int, rows: int) -> int:
+    """Inputs of one load. A segment is two or more of them: a compiler would make one chain of segments of a single
+    product.
+    """
+    length = inputs // segments_of(inputs)
+    most = 128 if rows <= 64 else 64
+    return next(size for size in (128, 64, 32) if size <= most and length % size == 0 and (length > size or size == 32))
+
+
+def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
+    """Rows and outputs of one program, its warps, and loads in flight. They choose who sums what, never in which
+    order.
+    """
+    if rows <= 64:
+        few = max(16, triton.next_power_of_2(rows))
+        return (few, HEAD_N, 8, 3) if head else (few, 64, 4, 6 if few <= 32 else 4)
+    if head:
+        return 64, HEAD_N, 4, 4
+    return (64, 64, 4, 4) if rows <= 512 else (128, 128, 8, 4)
+
+
+def tile_tokens(group: int) -> int:
+    """Tokens of one attention tile, a prompt's neighbours or a trunk's readers: with `group` heads each they fill its
+    64 rows.
+    """
+    return 64 // group
+
+
+def _warps(width: int) -> int:
+    return min(max((1 << (width - 1).bit_length()) // 512, 1), 8)

@@ -1,0 +1,56 @@
+"""Which decoders the kernels take, and what their KV needs; imports no torch."""
+
+from __future__ import annotations
+
+from shoal.models.decoder import Attention, Decoder, Dense, Layer
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def refusal(decoder: Decoder) -> str | None:
+    """Why these kernels cannot run a decoder, by name; None when they can."""
+    if decoder.layer_inputs is not None or decoder.embedding_norm is not None or decoder.head.bias is not None:
+        return "per-layer embeddings, a norm of the embedding or a bias of the head"
+    scales = {layer.residual_scale for layer in decoder.layers}
+    if len(scales) > 1:
+        return "residual scales that differ between layers"
+    if len({(m.kv_heads, m.key_dim) for layer in decoder.layers if isinstance(m := layer.mixer, Attention)}) > 1:
+        return "KV heads or head sizes that differ between layers"
+    for number, layer in enumerate(decoder.layers):
+        reason = _layer_refusal(layer)
+        if reason is not None:
+            return f"{reason} (layer {number})"
+    norms = {norm.eps for layer in decoder.layers for norm in (layer.mixer_norm, layer.ff_norm) if norm is not None}
+    return "norms whose epsilons differ" if len(norms | {decoder.norm.eps}) > 1 else None
+
+
+def _layer_refusal(layer: Layer) -> str | None:
+    mixer, ff = layer.mixer, layer.feed_forward
+    if not isinstance(mixer, Attention) or mixer.k is None or mixer.v is None:
+        return f"a mixer of kind {type(mixer).__name__}, or one that reads another layer's KV"
+    if not isinstance(ff, Dense):
+        return f"a feed-forward of kind {type(ff).__name__}"
+    if ff.gate is None or ff.activation not in ACTIVATIONS or ff.gate.bias or ff.up.bias or ff.down.bias:
+        return f"a feed-forward with biases, without a gate, or of activation {ff.activation}"
+    sizes = {mixer.key_dim, mixer.value_dim}
+    if len(sizes) > 1 or mixer.key_dim & (mixer.key_dim - 1) or not 64 <= mixer.key_dim <= 256:
+        return f"heads of {mixer.key_dim} and {mixer.value_dim} elements (it takes 64, 128 and 256)"
+    group = mixer.heads // mixer.kv_heads
+    if group & (group - 1) or group > 16:
+        return f"{group} query heads for one KV head (it takes powers of two up to 16)"
+    if mixer.gate or mixer.v_norm or mixer.norm_over_heads or mixer.query_scale or mixer.rotary is None:
+        return "an output gate, a norm of values or over all heads, a scale by position, or no rotary positions"
+    if (mixer.q_norm is None) != (mixer.k_norm is None) or layer.mixer_norm is None or layer.ff_norm is None:
+        return "a norm of queries or keys alone, or a layer without a norm before it"
+    if layer.layer_input is not None or layer.output_scale is not None:
+        return "per-layer embeddings or a scale of its output"
+    norms = (layer.mixer_norm, layer.mixer_post_norm, layer.ff_norm, layer.ff_post_norm, mixer.q_norm, mixer.k_norm)
+    if any(norm is not None and (norm.kind != "rms" or norm.bias or norm.weight is None) for norm in norms):
+        return "a norm that is no RMS norm with a weight"
+    return None
+
+
+def kv_bytes_per_token(decoder: Decoder) -> int:
+    """Bytes of keys and values, all layers, of one token."""
+    mixers = [layer.mixer for layer in decoder.layers]
+    return sum(4 * m.kv_heads * m.key_dim for m in mixers if isinstance(m, Attention))

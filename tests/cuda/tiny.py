@@ -1,0 +1,172 @@
+"""A tiny dense decoder with random weights, for the CUDA runner on Triton's interpreter or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.models.decoder import Attention, Decoder, Dense, Layer, Linear, Norm, Rotary, Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor in memory, as a file would hold it."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8] = field(repr=False)
+
+    def dequantize(self) -> NDArray[np.float32]:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        rows = self.data.reshape(int(np.prod(self.shape[:-1])), -1)
+        return np.array(dequantize(rows, GGMLQuantizationType[self.type]), np.float32).reshape(self.shape)
+
+
+def _bf16(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+
+
+def _random_blocks(rng: np.random.Generator, kind: str, n: int, k: int) -> NDArray[np.uint8]:
+    """Random codes with scales that give weights of about 0.05."""
+    sizes = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q6_K": (256, 210)}
+    block, nbytes = sizes[kind]
+    raw = rng.integers(0, 256, (n * k // block, nbytes), np.uint8)
+    units = {"Q8_0": [(0, 0.0006)], "Q4_0": [(0, 0.01)], "Q4_K": [(0, 0.0003), (2, 0.002)], "Q6_K": [(208, 0.00003)]}
+    for at, unit in units[kind]:
+        raw[:, at : at + 2] = np.full(len(raw), unit, np.float16).view(np.uint8).reshape(-1, 2)
+    return raw.reshape(-1)
+
+
+def random_weight(kind: str, n: int, k: int, seed: int = 0) -> Weight:
+    """A matrix of n outputs and k inputs."""
+    rng = np.random.default_rng(seed)
+    bf16 = kind == "BF16"
+    data = _bf16(rng.normal(0, 0.05, (n, k)).astype(np.float32)) if bf16 else _random_blocks(rng, kind, n, k)
+    return Weight(Stored("w", kind, (n, k), data), (n, k))
+
+
+def tiny_decoder(
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    kind: str = "BF16",
+    window: int | None = None,
+    qk_norm: bool = True,
+    bias: bool = False,
+    sinks: bool = False,
+    soft_cap: float | None = None,
+    post_norms: bool = False,
+    width: int = 256,
+    vocab: int = 300,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 64,
+    ff: int = 512,
+) -> Decoder:
+    """Of the qwen3 kind, with what else is asked for."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(name: str, n: int, k: int, form: str = kind) -> Weight:
+        if form == "BF16":
+            data = _bf16(rng.normal(0, 1.5 / k**0.5, (n, k)).astype(np.float32))
+        else:
+            data = _random_blocks(rng, form, n, k)
+        return Weight(Stored(name, form, (n, k), data), (n, k))
+
+    def vector(name: str, n: int, around: float = 1.0, spread: float = 0.1) -> Weight:
+        values = rng.normal(around, spread, n).astype(np.float32)
+        return Weight(Stored(name, "F32", (n,), values.view(np.uint8)), (n,), axis=-1)
+
+    def norm(name: str, n: int) -> Norm:
+        return Norm(1e-6, vector(name, n))
+
+    def linear(name: str, n: int, k: int) -> Linear:
+        return Linear(matrix(name, n, k), vector(f"{name}.bias", n, 0.0) if bias else None)
+
+    rotary = Rotary(tuple(float(f) for f in 10000.0 ** (-np.arange(dim // 2) / (dim // 2))))
+    made = []
+    for i in range(layers):
+        attention = Attention(
+            heads,
+            kv_heads,
+            dim,
+            dim,
+            linear(f"{i}.q", heads * dim, width),
+            linear(f"{i}.k", kv_heads * dim, width),
+            linear(f"{i}.v", kv_heads * dim, width),
+            linear(f"{i}.o", width, heads * dim),
+            dim**-0.5,
+            rotary,
+            q_norm=norm(f"{i}.qn", dim) if qk_norm else None,
+            k_norm=norm(f"{i}.kn", dim) if qk_norm else None,
+            window=window if i % 2 == 0 else None,
+            sinks=vector(f"{i}.sinks", heads, 0.0, 1.0) if sinks else None,
+            soft_cap=soft_cap,
+        )
+        dense = Dense(
+            ff,
+            "silu",
+            Linear(matrix(f"{i}.gate", ff, width)),
+            Linear(matrix(f"{i}.up", ff, width)),
+            Linear(matrix(f"{i}.down", width, ff)),
+        )
+        post = norm(f"{i}.post", width) if post_norms else None
+        made.append(Layer(attention, dense, norm(f"{i}.n1", width), post, norm(f"{i}.n2", width), post))
+    embedding = matrix("embedding", vocab, width, "BF16")
+    return Decoder("tiny", "qwen3", width, vocab, 1024, embedding, tuple(made), norm("final", width), Linear(embedding))
+
+
+def prompts(seed: int, lengths: Sequence[int], vocab: int = 300) -> list[tuple[int, ...]]:
+    """Random token ids."""
+    rng = np.random.default_rng(seed)
+    return [tuple(int(t) for t in rng.integers(0, vocab, n)) for n in lengths]
+
+
+def qwen3_shape(layers: int = 28, context: int = 4096) -> Decoder:
+    """Random weights in the shape of Qwen3-0.6B, bf16, drawn from a small table so that they are there at once."""
+    rng = np.random.default_rng(0)
+    table = rng.normal(0, 0.02, 1 << 20).astype(np.float32)
+    width, heads, kv_heads, dim, ff, vocab = 1024, 16, 8, 128, 3072, 151936
+
+    def weight(name: str, n: int, k: int) -> Weight:
+        start = int(rng.integers(0, 1 << 16))
+        values = np.resize(table[start:], n * k)
+        return Weight(Stored(name, "BF16", (n, k), _bf16(values)), (n, k))
+
+    def norm(name: str, n: int) -> Norm:
+        return Norm(1e-6, Weight(Stored(name, "F32", (n,), np.ones(n, np.float32).view(np.uint8)), (n,), axis=-1))
+
+    rotary = Rotary(tuple(float(f) for f in 1e6 ** (-np.arange(dim // 2) / (dim // 2))))
+    made = []
+    for i in range(layers):
+        q, k, v = (
+            Linear(weight(f"{i}.{c}", h * dim, width)) for c, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        attention = Attention(
+            heads,
+            kv_heads,
+            dim,
+            dim,
+            q,
+            k,
+            v,
+            Linear(weight(f"{i}.o", width, heads * dim)),
+            dim**-0.5,
+            rotary,
+            q_norm=norm(f"{i}.qn", dim),
+            k_norm=norm(f"{i}.kn", dim),
+        )
+        gate, up = Linear(weight(f"{i}.gate", ff, width)), Linear(weight(f"{i}.up", ff, width))
+        dense = Dense(ff, "silu", gate, up, Linear(weight(f"{i}.down", width, ff)))
+        made.append(Layer(attention, dense, norm(f"{i}.n1", width), None, norm(f"{i}.n2", width)))
+    embedding = weight("embedding", vocab, width)
+    return Decoder(
+        "qwen3-0.6b", "qwen3", width, vocab, context, embedding, tuple(made), norm("final", width), Linear(embedding)
+    )
