@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import threading
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from shoal.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
@@ -151,6 +154,26 @@ def test_bytes_of_split_characters(default: Tokenizer) -> None:
 def test_surrogates_do_not_raise(default: Tokenizer) -> None:
     assert default.encode("\ud83d\ude00", add_special=False) == default.encode("😀", add_special=False)
     assert default.decode(default.encode("a\ud83d", add_special=False)) == "a\ufffd"
+
+
+SPELT = st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cc"])  # this vocabulary lacks some bytes
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    text=st.text(SPELT, max_size=40),
+    pieces=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", " ", "\u0159", "👩🏽"])),
+)
+def test_content_comes_back_and_streams_without_replacement(default: Tokenizer, text: str, pieces: list[str]) -> None:
+    """Whatever a message says: no control token of it, its very text back, and no broken character on the way."""
+    content = text + "".join(pieces)
+    benign = default.encode_chat(default.chat_template.render([{"role": "user", "content": "x"}]))
+    ids = default.encode_chat(default.chat_template.render([{"role": "user", "content": content}]))
+    control = [token for token in ids if token in default.special_ids]
+    assert control == [token for token in benign if token in default.special_ids]
+    assert f"user\n{content}\n" in default.decode(ids)
+    decoder = codecs.getincrementaldecoder("utf-8")()  # strict: raises where a stream would show U+FFFD
+    assert f"user\n{content}\n" in "".join(decoder.decode(default.token_bytes(token)) for token in ids)
 
 
 def test_threads_do_not_share_the_special_switch(default: Tokenizer) -> None:
@@ -304,6 +327,25 @@ def test_directory_with_sentencepiece(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == {2}
     assert (tokenizer.bos_id, tokenizer.add_bos) == (1, False)
     assert tokenizer.chat_template.render([{"role": "user", "content": "x"}]) == "</s>"
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@given(pieces=st.lists(st.sampled_from(["a", "b", " ", "\u00e9", "</s>", "<s>", "<m>", "<r>", "<think>"])))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+def test_special_tokens_of_a_directory_are_found_as_the_library_does(
+    tmp_path_factory: pytest.TempPathFactory, scheme: str, pieces: list[str]
+) -> None:
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
+    vocab |= {piece: 259 + i for i, piece in enumerate(["▁", "a", "b", "▁a", "ab", "▁ab"])}
+    merges = [("▁", "a"), ("a", "b"), ("▁", "ab")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.ByteFallback()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>", AddedToken("<m>", lstrip=True), AddedToken("<r>", rstrip=True)])
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer = tokenizer_from_directory(save(tmp_path_factory.mktemp("model"), backend))
+    text = "".join(pieces)
+    assert tokenizer.encode(text, add_special=False) == backend.encode(text, add_special_tokens=False).ids
 
 
 def test_named_templates_in_a_config(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def test_channels_are_shown_but_never_written_by_content() -> None:
         ("llama", {"scores": np.zeros(2, np.float32)}, "scores"),
         ("gemma4", {"scores": np.zeros(3, np.float32)}, "merges"),
         ("t5", {"scores": None}, "scores"),
+        ("bert", {"unknown_token_id": 99}, "unknown"),
         ("t5", {"scores": np.zeros(3), "precompiled_charsmap": np.full(9, 255, np.uint8)}, "precompiled_charsmap"),
         ("t5", {"scores": np.zeros(3), "precompiled_charsmap": np.array([4, 0, 0, 0, *[9] * 4, 0])}, "precompiled_"),
     ],

@@ -31,6 +31,8 @@ def conform(
     for name in suite or ():
         if name not in SUITES:
             raise ConfigError(f"there is no suite {name!r}", value=name, hint=f"known are {', '.join(SUITES)}")
+    command = " ".join(["shoal conform", *(f"{target.name}={target.url}" for target in targets)])
+    text = ""
     results: dict[str, dict[str, list[Outcome]]] = {}
     for name in suite or SUITES:
         results[name] = {}
@@ -38,11 +40,10 @@ def conform(
             outcomes = results[name][target.name] = list(SUITES[name](target))
             passed = sum(outcome.status == "pass" for outcome in outcomes)
             note(f"{name} on {target.name}: {passed} of {len(outcomes)}")
-    command = " ".join(["shoal conform", *(f"{target.name}={target.url}" for target in targets)])
-    text = page(results, targets, ABOUT, command)
+        text = page(results, targets, ABOUT, command)
+        if out is not None:  # after each suite: the next one may take an hour
+            out.write_text(text, "utf-8")
     if out is None:
         print(text)
-    else:
-        out.write_text(text, "utf-8")
     if any(outcome.status == "fail" for by_target in results.values() for outcome in by_target[targets[0].name]):
         raise typer.Exit(1)

@@ -27,15 +27,17 @@ class LibraryModel:
         backend.encode_special_tokens = True  # they are found before, by `Tokenizer`
         self._backend = backend
         self._space_first = _take_first_space(backend)
+        added = backend.get_added_tokens_decoder().values()
+        self._spaceless = (" ", SPACE, *(token.content for token in added if not token.special))
 
     def encode(self, text: str, *, first: bool) -> list[int]:
         """Ids of a piece of plain text. Raises `ModelFormatError` when the vocabulary's own tables lead nowhere."""
-        if first and self._space_first and text[:1] not in (" ", SPACE):
+        if first and self._space_first and not text.startswith(self._spaceless):
             text = " " + text
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except BaseException as error:  # a panic of the library is no `Exception`, and would end the thread
-            if type(error).__name__ != "PanicException":
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ModelFormatError(f"the tokenizer is broken ({error})", hint="fetch the model again") from None
         return ids

@@ -234,6 +234,8 @@ def _word_piece(vocabulary: _Vocabulary, special: SpecialTokens) -> TextModel:
         token[1:] if token.startswith(SPACE) else token if i in special.control else f"##{token}": i
         for token, i in vocabulary.ids.items()
     }
+    if special.unknown is None:
+        raise vocabulary.broken("a WordPiece vocabulary without a token for what is unknown")
     unknown = vocabulary.name(special.unknown)
     backend = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=unknown, max_input_chars_per_word=1_000_000))
     lower = vocabulary.flag("normalizer.lowercase", True)

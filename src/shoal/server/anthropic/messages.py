@@ -124,10 +124,8 @@ class Answer:
     def _grow(self, kind: str, delta: str, text: str) -> list[dict[str, Any]]:
         told = []
         if self._open != kind:
-            told = [
-                *self._close(),
-                self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}),
-            ]
+            more = {"signature": ""} if kind == "thinking" else {"citations": None}
+            told = [*self._close(), self._begin({"type": kind, kind: "", **more})]
             self._open = kind
         self.blocks[-1][kind] += text
         return [*told, self._delta({"type": delta, kind: text})]
@@ -137,7 +135,8 @@ class Answer:
         if delta.name is not None:
             told = [*self._end_call(), *self._close()]
             self._written = WrittenCall(f"toolu_{secrets.token_hex(12)}", delta.name)
-            told.append(self._begin({"type": "tool_use", "id": self._written.id, "name": delta.name, "input": {}}))
+            block = {"type": "tool_use", "id": self._written.id, "name": delta.name, "input": {}}
+            told.append(self._begin({**block, "caller": {"type": "direct"}}))
             self._open = "tool_use"
         if self._written is not None:
             self._written.arguments += delta.arguments
@@ -199,7 +198,9 @@ class Answer:
             "content": self.blocks,
             "stop_reason": self._reason,
             "stop_sequence": self._stop,
-            "usage": self.usage(),
+            "stop_details": None,
+            "container": None,
+            "usage": {**self.usage(), "cache_creation": None, "service_tier": "standard", "inference_geo": None},
         }
 
     def usage(self) -> dict[str, Any]:
@@ -215,6 +216,8 @@ class Answer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": output,
+            "output_tokens_details": {"thinking_tokens": self._call.thinking_tokens},
+            "server_tool_use": None,
         }
 
     def delta(self) -> dict[str, Any]:
