@@ -11,10 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from shoal.models import ModelFiles
+from shoal.models.families import describe
 from shoal.models.gguf import read_gguf
+from shoal.models.oracle import logits, mean_kl
 from shoal.runners.native.runner import KvPrecision, NativeRunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.parity.reference import logits, mean_kl
 from tests.parity.schedules import Job, run_alone, run_together
 from tests.support.native_tiny import isas
 
@@ -51,7 +52,7 @@ def test_the_best_instruction_set_is_taken(load: Load) -> None:
 
 @pytest.fixture(scope="module")
 def exact(model_files: ModelFiles, text_tokens: list[int]) -> NDArray[np.float32]:
-    return logits(read_gguf(model_files.path), text_tokens)
+    return logits(describe(read_gguf(model_files.path)), text_tokens)
 
 
 @pytest.mark.parametrize("kv", KV)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.models.families import describe
 from shoal.models.gguf import read_gguf
+from shoal.models.oracle import logits, mean_kl
 from shoal.runners.native.runner import NativeRunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.parity.reference import logits, mean_kl
 from tests.support.native_tiny import SCALES_AT, isas, open_tiny, write_blocks
 from tests.support.tiny_gguf import VOCAB, write_tiny
 
@@ -46,7 +47,7 @@ def test_a_tiny_model_computes_what_the_reference_computes(
 ) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", arch, **fields)
     tokens = np.random.default_rng(1).integers(0, VOCAB, 70).tolist()
-    exact = logits(read_gguf(path), tokens)
+    exact = logits(describe(read_gguf(path)), tokens)
     runner = open_tiny(path, isa=isa)
     assert (runner.spec.architecture, runner.spec.vocab_size, runner.spec.context_length) == (arch, VOCAB, 512)
     assert runner.isa == isa
@@ -61,7 +62,7 @@ def test_a_tiny_model_computes_what_the_reference_computes(
 def test_every_quantised_type_keeps_its_weights(kind: str, isa: str, tmp_path: Path) -> None:
     path = write_blocks(tmp_path / "blocks.gguf", kind)
     tokens = np.random.default_rng(2).integers(0, 130, 50).tolist()
-    exact = logits(read_gguf(path), tokens)
+    exact = logits(describe(read_gguf(path)), tokens)
     runner = open_tiny(path, isa=isa)
     rows = rows_of(runner, tokens)
     runner.close()

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.models.families import describe
 from shoal.models.gguf import read_gguf
+from shoal.models.oracle import logits, mean_kl
 from shoal.runners.openvino import loading
 from shoal.runners.openvino import runner as runner_module
 from shoal.runners.openvino.runner import OpenVINORunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
-from tests.parity.reference import logits, mean_kl
 from tests.support.tiny_gguf import VOCAB, write_tiny
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -47,7 +48,7 @@ def test_a_tiny_model_computes_what_the_reference_computes(arch: str, fields: di
     path = write_tiny(tmp_path / "tiny.gguf", arch, **fields)
     tokens = np.random.default_rng(1).integers(0, VOCAB, 70).tolist()
     model = read_gguf(path)
-    exact = logits(model, tokens)
+    exact = logits(describe(model), tokens)
     runner = OpenVINORunner.load(path, kv_bytes=1 << 22, cache_dir=tmp_path / "cache", precision="f32")
     assert (runner.spec.architecture, runner.spec.vocab_size, runner.spec.context_length) == (arch, VOCAB, 512)
 

@@ -7,18 +7,19 @@ import pytest
 from numpy.typing import NDArray
 
 from shoal.models import ModelFiles
+from shoal.models.families import describe
 from shoal.models.gguf import read_gguf
+from shoal.models.oracle import logits, mean_kl
 from shoal.runners.openvino.runner import Precision
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.parity.conftest import LoadRunner
-from tests.parity.reference import logits, mean_kl
 
 Rows = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
 def exact(model_files: ModelFiles, text_tokens: list[int]) -> Rows:
-    return logits(read_gguf(model_files.path), text_tokens)
+    return logits(describe(read_gguf(model_files.path)), text_tokens)
 
 
 @pytest.mark.parametrize("precision", ["auto", "f32"])

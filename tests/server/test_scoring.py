@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.bench.reference import logits
 from shoal.models import Store
+from shoal.models.families import describe
 from shoal.models.gguf import read_gguf
+from shoal.models.oracle import logits
 from tests.server.conftest import MODEL
 from tests.support.live import Live, error_of
 
@@ -19,7 +20,7 @@ TEXT = "The capital of France is Paris, and the capital of Italy is"
 
 def exact(tokens: list[int]) -> Any:
     """Log-probabilities [T, V] after each token, by the oracle over the file's own weights."""
-    rows = logits(read_gguf(Store().resolve(MODEL, pull=False).path), tokens).astype(np.float64)
+    rows = logits(describe(read_gguf(Store().resolve(MODEL, pull=False).path)), tokens).astype(np.float64)
     return rows - np.logaddexp.reduce(rows, axis=-1, keepdims=True)
 
 

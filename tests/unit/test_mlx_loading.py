@@ -18,18 +18,19 @@ from shoal import Engine, Request, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.loading import make_runner
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError, ShoalError, UnsupportedModelError
-from shoal.models import Store
+from shoal.models import Store, oracle
+from shoal.models.families import describe
 from shoal.models.files import local_files
 from shoal.models.gguf import read_gguf
 from shoal.runners.base import Runner
 from shoal.runners.mlx.backend import on_apple_silicon
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from shoal.runners.registry import LocalModel, choose_runner
-from tests.parity import reference
 from tests.support import tiny_gguf
 from tests.support.mlx_tiny import VOCAB, tiny_runner, write_tiny
 from tests.support.native_tiny import write_blocks
 from tests.support.runners import real_runner
+from tests.support.tiny_models import write_model
 
 mx = pytest.importorskip("mlx.core")
 
@@ -60,10 +61,10 @@ GGUFS: list[tuple[str, dict[str, Any]]] = [
 def test_a_gguf_computes_what_the_reference_computes(arch: str, fields: dict[str, Any], tmp_path: Path) -> None:
     path = tiny_gguf.write_tiny(tmp_path / "tiny.gguf", arch, **fields)
     tokens = np.random.default_rng(1).integers(0, tiny_gguf.VOCAB, 40).tolist()
-    exact = reference.logits(read_gguf(path), tokens)[-1:]
+    exact = oracle.logits(describe(read_gguf(path)), tokens)[-1:]
     runner = load(path)
     assert (runner.spec.architecture, runner.spec.context_length) == (arch, 512)
-    assert reference.mean_kl(exact, row_of(runner, tokens)[None]) < 1e-6
+    assert oracle.mean_kl(exact, row_of(runner, tokens)[None]) < 1e-6
     runner.close()
 
 
@@ -137,11 +138,21 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, damage: str) -> Non
     refused(ModelFormatError, path, str(path))
 
 
-def test_a_tensor_type_that_mlx_cannot_hold_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    path = write_blocks(tmp_path / "m.gguf", "Q4_K")
-    refused(UnsupportedModelError, path, "Q4_K", "native")
-    with pytest.raises(UnsupportedModelError, match="Q4_K"):
+def test_a_family_that_its_models_lack_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "gemma3")
+    refused(UnsupportedModelError, path, "scaled embeddings", "native")
+    with pytest.raises(UnsupportedModelError, match="scaled embeddings"):
         choose_runner(EngineConfig(runner="mlx"), LocalModel.read(local_files("m", path)))
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("Q4_K", 1e-6), ("Q6_K", 1e-3)])
+def test_k_quants_keep_their_codes_or_are_rounded_to_eight_bits(kind: str, limit: float, tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", kind)
+    tokens = np.random.default_rng(1).integers(0, 100, 30).tolist()
+    exact = oracle.logits(describe(read_gguf(path)), tokens)[-1:]
+    runner = load(path)
+    assert oracle.mean_kl(exact, row_of(runner, tokens)[None]) < limit
+    runner.close()
 
 
 def test_a_cache_that_cannot_be_batched_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

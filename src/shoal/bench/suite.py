@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench import reference
 from shoal.bench.ceiling import ModelFacts
 from shoal.bench.harness import Harness, Tell, why_missing
 from shoal.bench.machine import ThermalGate, measured
@@ -23,7 +22,8 @@ from shoal.bench.systems import DEFAULT_PEERS, Named, named
 from shoal.bench.systems.base import Measured
 from shoal.bench.workloads import TEXT, select
 from shoal.errors import BenchmarkError, RunnerError
-from shoal.models import ModelFiles, Store, load_tokenizer
+from shoal.models import ModelFiles, Store, load_tokenizer, oracle
+from shoal.models.families import describe
 from shoal.models.gguf import read_gguf
 
 _FIDELITY_TOKENS = 512
@@ -140,7 +140,7 @@ def _fidelity(harness: Harness, files: ModelFiles, tokens: Sequence[int], tell: 
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as directory:
         exact = Path(directory) / "exact.npy"
-        np.save(exact, reference.logits(read_gguf(files.path), list(tokens)))
+        np.save(exact, oracle.logits(describe(read_gguf(files.path)), list(tokens)))
         for system in harness.sources:
             told = found[system.key] = harness.fidelity(system, str(exact), tokens)
             if "mean_kl" in told:

@@ -23,12 +23,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from shoal.bench.machine import Memory, energy_joules
-from shoal.bench.reference import mean_kl
 from shoal.bench.systems import system_class
 from shoal.bench.systems.base import Measured, Setup, System
 from shoal.bench.timeline import RunTimes
 from shoal.bench.workloads import Job
 from shoal.errors import BenchmarkError, ShoalError
+from shoal.models.oracle import mean_kl
 
 
 class Worker:

@@ -33,15 +33,16 @@ _KEPT = 128  # compiled grammars per model
 LIST_SPACE = "(?: )?"
 
 
-def json_options(schema: Mapping[str, Any]) -> JsonCompileOptions:
-    """How JSON is laid out: with one space between its parts where it may hold lists, else with none.
+def json_options(*schemas: Mapping[str, Any]) -> JsonCompileOptions:
+    """How the JSON of a grammar is laid out: with one space between its parts where it may hold lists, else with none.
 
     Where no space may stand a small model closes its lists at once, and line breaks cost twice the tokens for the same
-    items (`scripts/json_space.py`). A schema's own `x-guidance` must not change that, nor make separators of its own.
+    items (`scripts/json_space.py`). All parts of a grammar must agree: the library fails over one that has both. A
+    schema's own `x-guidance` must not change that, nor make separators of its own.
     """
     return {
         "whitespace_flexible": False,
-        "whitespace_pattern": LIST_SPACE if may_hold_lists(schema) else None,
+        "whitespace_pattern": LIST_SPACE if any(map(may_hold_lists, schemas)) else None,
         "item_separator": ",",
         "key_separator": ":",
         "lenient": False,
@@ -329,7 +330,7 @@ def gave_up(sampling: SamplingParams, why: str) -> InvalidRequestError:
 
 
 def _refused(param: str, why: str, source: str) -> InvalidRequestError:
-    reason = " ".join(why.replace("<non-verbose/>", "").split())[:500]
+    reason = " ".join(why.replace("<non-verbose/>", "").split("<backtrace>")[0].split())[:500]
     hint = "see docs/server.md"
     if "too many" in reason.lower() or "max is" in reason or "too complex" in reason.lower():
         part = _largest_part(source)

@@ -23,8 +23,10 @@ from shoal.models.families import (
 )
 from shoal.models.families.builder import Builder
 from shoal.models.families.family import Family
+from shoal.models.families.hub import HubSource
 from shoal.models.families.source import GgufSource
 from shoal.models.gguf import GgufModel
+from shoal.models.safetensors import SafetensorsModel
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -53,24 +55,29 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def describe(model: GgufModel) -> Decoder:
-    """The decoder in a parsed file. Looks at no weight but rotary factors.
+def describe(model: GgufModel | SafetensorsModel) -> Decoder:
+    """The decoder in a parsed file or directory. Looks at no weight but rotary factors.
 
     Raises `UnsupportedModelError` for an architecture or a variant that no page is for, `ModelFormatError` for keys and
     tensors that are missing or do not fit each other.
     """
-    family = _family(model.architecture, str(model.path))
-    return Builder(family, GgufSource(model), model.name).decoder()
+    family = family_of(model)
+    source = GgufSource(model) if isinstance(model, GgufModel) else HubSource(model, family)
+    return Builder(family, source, model.name).decoder()
 
 
-def _family(architecture: str, where: str) -> Family:
-    known = {name: family for family in FAMILIES for name in family.gguf}
-    family = known.get(architecture)
-    if family is None:
-        raise UnsupportedModelError(
-            f"{where}: architecture {architecture!r}",
-            value=architecture,
-            limit=sorted(known),
-            hint=f"known are {', '.join(sorted(known))}",
-        )
-    return family
+def family_of(model: GgufModel | SafetensorsModel) -> Family:
+    """The page for a model. Raises `UnsupportedModelError` when there is none."""
+    gguf = isinstance(model, GgufModel)
+    known = {name: family for family in FAMILIES for name in (family.gguf if gguf else family.safetensors)}
+    names = (model.architecture,) if isinstance(model, GgufModel) else model.kinds
+    for name in names:
+        if name in known:
+            return known[name]
+    what = names[0] if names else None
+    raise UnsupportedModelError(
+        f"{model.path}: architecture {what!r}",
+        value=what,
+        limit=sorted(known),
+        hint=f"known are {', '.join(sorted(known))}",
+    )

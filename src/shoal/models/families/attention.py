@@ -122,13 +122,19 @@ class _Parts:
         self.total = sum(n * size for n, size in self.sizes.values())
         self.fused = b.has(f"{self.at}attn_qkv.weight")
         self.has_values = self.fused or b.has(f"{self.at}attn_v.weight") or not b.has(f"{self.at}attn_k.weight")
-        outputs = self.total if self.fused else heads * self.sizes["q"][1]
-        # Before rows are counted out: the sizes must be those of a tensor.
-        b.weight(f"{self.at}attn_{'qkv' if self.fused else 'q'}.weight", (outputs, b.width))
+        # Before rows are counted out: the sizes must be those of tensors.
+        if self.fused:
+            b.weight(f"{self.at}attn_qkv.weight", (self.total, b.width))
+            return
+        for part, (n, size) in self.sizes.items():
+            if b.has(f"{self.at}attn_{part}.weight"):
+                b.weight(f"{self.at}attn_{part}.weight", (n * size, b.width))
 
     def take(self, part: str, begin: int, end: int, order: Rows | None = None) -> Linear:
         """Elements begin to end of each head of `part`, in `order`."""
         n, size = self.sizes[part]
+        if not self.fused:
+            self.b.stored(f"{self.at}attn_{part}.weight")
         rows = np.arange(n)[:, None] * size + np.arange(begin, end)
         rows = rows if order is None else rows[:, order]
         if not self.fused:

@@ -7,7 +7,7 @@ from typing import Any
 from shoal.models.decoder import Layer
 from shoal.models.families.attention import attention, head_sizes, windows
 from shoal.models.families.builder import Builder, root
-from shoal.models.families.family import Family, Keys
+from shoal.models.families.family import Family, Keys, Names
 from shoal.models.families.feedforward import dense
 
 _LARGEST = {"gemma2": 46, "gemma3": 62}
@@ -68,7 +68,7 @@ KEYS: Keys = {
     "attn_logit_softcapping": lambda c: c.get("attn_logit_softcapping") or 0,
     "final_logit_softcapping": lambda c: c.get("final_logit_softcapping") or 0,
 }
-NAMES = {
+NAMES: Names = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",

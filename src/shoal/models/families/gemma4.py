@@ -107,10 +107,20 @@ def whole(b: Builder) -> Mapping[str, Any]:
     }
 
 
-def _by_kind(config: Mapping[str, Any], local: str, full: str) -> list[Any] | None:
-    """A value for each layer, from one for windowed layers and, where it is there, one for full ones."""
-    kinds, other = local_layers(config), config.get(full)
-    return None if kinds is None else [config.get(local) if each or other is None else other for each in kinds]
+def _full(config: Mapping[str, Any], key: str, older: str) -> Any:
+    """A value of the full layers: in the newest files each layer's own, before that under a name of its own."""
+    own, kinds = config.get("per_layer_config") or {}, config.get("layer_types") or []
+    each = [own[str(i)].get(key) for i, kind in enumerate(kinds) if kind == "full_attention" and str(i) in own]
+    return next((value for value in each if value), None) or config.get(older) or config.get(key)
+
+
+def _head(config: Mapping[str, Any]) -> Any:
+    return _full(config, "head_dim", "global_head_dim")
+
+
+def _kv_heads(config: Mapping[str, Any]) -> Any:
+    kinds, full = local_layers(config), _full(config, "num_key_value_heads", "num_global_key_value_heads")
+    return None if kinds is None else [config.get("num_key_value_heads") if local else full for local in kinds]
 
 
 def _feed_forward(config: Mapping[str, Any]) -> Any:
@@ -130,12 +140,12 @@ FAMILY = Family(
     keys={
         "attention.sliding_window_pattern": local_layers,
         "attention.shared_kv_layers": lambda c: c.get("num_kv_shared_layers") or 0,
-        "attention.head_count_kv": lambda c: _by_kind(c, "num_key_value_heads", "num_global_key_value_heads"),
-        "attention.key_length": lambda c: c.get("global_head_dim") or c.get("head_dim"),
-        "attention.value_length": lambda c: c.get("global_head_dim") or c.get("head_dim"),
+        "attention.head_count_kv": _kv_heads,
+        "attention.key_length": _head,
+        "attention.value_length": _head,
         "attention.key_length_swa": "head_dim",
         "attention.value_length_swa": "head_dim",
-        "rope.dimension_count": lambda c: c.get("global_head_dim") or c.get("head_dim"),
+        "rope.dimension_count": _head,
         "rope.dimension_count_swa": "head_dim",
         "feed_forward_length": _feed_forward,
         "embedding_length_per_layer_input": lambda c: c.get("hidden_size_per_layer_input") or 0,
@@ -143,8 +153,8 @@ FAMILY = Family(
         "expert_used_count": "top_k_experts",
         "expert_feed_forward_length": lambda c: c.get("moe_intermediate_size") or c.get("expert_intermediate_size"),
     },
-    names=NAMES
-    | {
+    names={
+        **NAMES,
         "ffn_gate_inp": "router.proj",
         "ffn_gate_inp.scale": "router.scale",
         "ffn_down_exps.scale": "router.per_expert_scale",

@@ -39,5 +39,6 @@ FAMILY = Family(
         "ffn_down_exps.weight": "mlp.experts.down_proj",
         "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
     },
+    transposed=("ffn_gate_up_exps.weight", "ffn_down_exps.weight"),  # the BF16 form; the MXFP4 one is not
     defaults={"rms_norm_eps": 1e-5, "head_dim": 64},
 )

@@ -6,7 +6,7 @@ from typing import Any
 from shoal.models.decoder import Dense, Layer, Mixture
 from shoal.models.families.attention import attention, head_sizes
 from shoal.models.families.builder import Builder
-from shoal.models.families.family import Family, Keys
+from shoal.models.families.family import Family, Keys, Names
 from shoal.models.families.feedforward import dense, mixture, shared
 from shoal.models.families.recurrent import mamba2
 
@@ -43,7 +43,7 @@ def whole(b: Builder) -> Mapping[str, Any]:
 
 def _kv_heads(config: Mapping[str, Any]) -> Any:
     kinds, heads = config.get("layer_types"), config.get("num_key_value_heads")
-    return heads if kinds is None else [0 if kind == "mamba" else heads for kind in kinds]
+    return heads if kinds is None else [heads if kind in ("attention", "full_attention") else 0 for kind in kinds]
 
 
 def _size(config: Mapping[str, Any]) -> Any:
@@ -61,14 +61,14 @@ KEYS: Keys = {
     "expert_count": "num_local_experts",
     "expert_shared_feed_forward_length": lambda c: c.get("shared_intermediate_size") or 0,
 }
-EXPERTS = {
+EXPERTS: Names = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     "ffn_gate_up_exps": "block_sparse_moe.input_linear",
     "ffn_down_exps": "block_sparse_moe.output_linear",
     "ffn_up_shexp": "shared_mlp.input_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
-HYBRID = {
+HYBRID: Names = {
     "ffn_up": "shared_mlp.input_linear",
     "ffn_down": "shared_mlp.output_linear",
     "ssm_in": "mamba.in_proj",
@@ -118,7 +118,7 @@ GRANITEHYBRID = Family(
         "ssm.time_step_rank": "mamba_n_heads",
         "ssm.inner_size": lambda c: c["mamba_expand"] * c["hidden_size"],
     },
-    names=EXPERTS | HYBRID,
+    names={**EXPERTS, **HYBRID},
     defaults={
         "rms_norm_eps": 1e-6,
         "mamba_expand": 2,

@@ -6,7 +6,7 @@ from typing import Any
 from shoal.models.decoder import Layer
 from shoal.models.families.attention import attention
 from shoal.models.families.builder import Builder
-from shoal.models.families.family import Family, Keys
+from shoal.models.families.family import Family, Keys, Names
 from shoal.models.families.feedforward import dense, mixture
 from shoal.models.families.recurrent import short_conv
 
@@ -51,8 +51,8 @@ KEYS: Keys = {
     "expert_weights_norm": "norm_topk_prob",
     "expert_weights_scale": "routed_scaling_factor",
 }
-NAMES = {
-    "token_embd_norm": "model.embedding_norm",
+NAMES: Names = {
+    "token_embd_norm": "embedding_norm",
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
     "attn_output": "self_attn.out_proj",

@@ -43,7 +43,7 @@ def feed_forward(b: Builder, i: int, size: int) -> Dense | Mixture:
     )
 
 
-_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_LETTERS = {"*": "attention", "full_attention": "attention", "-": "mlp", "E": "moe"}
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
@@ -86,8 +86,8 @@ FAMILY = Family(
         "moe_latent_size": lambda c: c.get("moe_latent_size") or 0,
     },
     names={
-        "token_embd": "backbone.embeddings",
-        "output_norm": "backbone.norm_f",
+        "token_embd": "embeddings",
+        "output_norm": "norm_f",
         "attn_norm": "norm",
         "attn_q": "mixer.q_proj",
         "attn_k": "mixer.k_proj",

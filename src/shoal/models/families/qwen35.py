@@ -9,7 +9,7 @@ from typing import Any
 from shoal.models.decoder import Dense, Layer, Mixture
 from shoal.models.families.attention import attention
 from shoal.models.families.builder import Builder
-from shoal.models.families.family import Family, Keys
+from shoal.models.families.family import Family, Keys, Names
 from shoal.models.families.feedforward import dense, mixture, shared
 from shoal.models.families.recurrent import delta_net
 
@@ -55,7 +55,7 @@ KEYS: Keys = {
     "ssm.inner_size": lambda c: c["linear_num_value_heads"] * c["linear_value_head_dim"],
     "expert_weights_norm": "norm_topk_prob",
 }
-NAMES = {
+NAMES: Names = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -73,7 +73,10 @@ NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-FUSED = {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj", "ffn_down_exps.weight": "mlp.experts.down_proj"}
+FUSED: Names = {
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": ("mlp.experts.down_proj", "mlp.experts.{e}.down_proj.weight"),
+}
 SIZES = {
     "rms_norm_eps": 1e-6,
     "head_dim": 256,
@@ -112,7 +115,7 @@ QWEN35MOE = Family(
     safetensors=("qwen3_5_moe", "qwen3_5_moe_text"),
     layer=layer,
     keys=KEYS,
-    names=NAMES | FUSED,
+    names={**NAMES, **FUSED},
     defaults=SIZES,
     norms_plus_one=True,
 )

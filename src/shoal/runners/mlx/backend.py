@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import EngineConfig, parse_bytes
-from shoal.errors import BackendError
+from shoal.errors import BackendError, ModelError
 from shoal.runners.base import Runner
 from shoal.runners.registry import LocalModel, RunnerCard
 
@@ -41,8 +41,8 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
         return None
     try:
         reason: str | None = import_mlx("gguf").refusal(model.gguf)
-    except BackendError as error:
-        return error.message
+    except (BackendError, ModelError) as error:
+        return str(error) if isinstance(error, ModelError) else error.message
     return reason
 
 

@@ -1,75 +1,58 @@
-"""A GGUF file as one of `mlx-lm`'s models: its tensors as MLX loads them, under the names the model has for them."""
+"""A GGUF file as one of `mlx-lm`'s models: the description's weights under the names that the model has for them.
+
+Four- and eight-bit types keep their codes, steps and offsets; floats stay floats; what MLX has no form for is rounded
+to eight bits with a step and an offset for each 32.
+"""
 
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
-from shoal.errors import ModelFormatError, UnsupportedModelError
+from shoal.errors import UnsupportedModelError
+from shoal.models import families
+from shoal.models.decoder import Decoder, Linear, Weight
 from shoal.models.gguf import GgufModel
+from shoal.runners.affine import GROUP, affine
+from shoal.runners.plain import Plain, PlainLayer, plain
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-TYPES = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")
-"""Tensor types that MLX holds as they are: floats, and integers with a scale and an offset per 32."""
-
-_PARTS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_FREQUENCIES = "rope_freqs.weight"
-_GROUP = 32
+_FLOATS = ("F32", "F16", "BF16")
 
 
-class FactoredRope(nn.Module):  # type: ignore[misc]
-    """Rotary positions whose frequencies the file divides one by one (Llama 3 does so for its long context)."""
+class GivenRope(nn.Module):  # type: ignore[misc]
+    """Rotary positions with a frequency for each pair (i, i + D/2), whatever made them."""
 
-    def __init__(self, dims: int, base: float, factors: np.ndarray[Any, Any], *, traditional: bool) -> None:
+    def __init__(self, frequencies: tuple[float, ...]) -> None:
         super().__init__()
-        self.dims = dims
-        self.traditional = traditional
-        self._periods = mx.array(base ** (np.arange(0, dims, 2) / dims) * factors, dtype=mx.float32)
+        self.dims = 2 * len(frequencies)
+        self._periods = mx.array(1 / np.array(frequencies), dtype=mx.float32)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """Rotate x, [B, H, T, D], from position `offset` on; one offset, or one a row."""
-        return mx.fast.rope(
-            x, self.dims, traditional=self.traditional, base=None, scale=1.0, offset=offset, freqs=self._periods
-        )
+        return mx.fast.rope(x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods)
 
 
 def refusal(model: GgufModel) -> str | None:
-    """Why MLX cannot run this file, or None. Looks at no weight."""
-    if model.architecture not in ARCHITECTURES:
-        return f"architecture {model.architecture!r}: of GGUF files the MLX runner knows {', '.join(ARCHITECTURES)}"
-    for tensor in model.tensors.values():
-        if tensor.type not in TYPES:
-            return f"tensor {tensor.name} has type {tensor.type}; MLX holds {', '.join(TYPES)}"
-    if model.rope_scaling is not None and model.rope_scaling.type != "linear":
-        return f"rotary scaling {model.rope_scaling.type!r}"
-    if model.rope_dim != model.head_dim:
-        return f"{model.rope_dim} of {model.head_dim} elements of a head are rotated"
-    if model.architecture == "qwen2" and model.head_dim * model.n_heads != model.n_embd:
-        return f"heads of {model.head_dim} in a qwen2 of {model.n_heads} heads over {model.n_embd}"
-    if f"{model.architecture}.expert_count" in model.metadata:
-        return "a mixture of experts"
-    window = model.metadata.get(f"{model.architecture}.attention.sliding_window")
-    if isinstance(window, int) and 0 < window < model.context_length:
-        return "sliding-window attention"
+    """Why MLX cannot run this file, or None. Looks at no weight. Raises what `families.describe` raises."""
+    decoder = families.describe(model)
+    found = plain(decoder)
+    if isinstance(found, str):
+        return f"{found}: of GGUF files the MLX runner takes plain decoders"
+    if min(found.frequencies) <= 0:
+        return "pairs of a head that are not rotated"
+    if found.qkv_bias and found.qk_norm:
+        return "biases and norms of queries and keys together"
+    if found.qkv_bias and found.head_dim * found.heads != decoder.width:
+        return f"{found.heads} heads of {found.head_dim} with biases over {decoder.width}"
+    for _, weight in decoder.weights():
+        if weight.shape[-1] % GROUP and weight.type not in _FLOATS:
+            return f"tensor {weight.name} has rows of {weight.shape[-1]}"
     return None
 
 
@@ -81,82 +64,103 @@ def load_gguf(model: GgufModel, dtype: mx.Dtype) -> nn.Module:
     reason = refusal(model)
     if reason is not None:
         raise UnsupportedModelError(
-            f"{model.path}: {reason}", value=reason, limit=TYPES, hint="use runner='native' or 'openvino'"
+            f"{model.path}: {reason}", value=reason, hint="use runner='native', or the model's directory from the hub"
         )
-    module = importlib.import_module(f"mlx_lm.models.{model.architecture}")
-    made: nn.Module = module.Model(module.ModelArgs.from_dict(_config(model)))
-    try:
-        weights = _renamed(mx.load(str(model.path), format="gguf"))
-    except (RuntimeError, ValueError) as error:
-        raise ModelFormatError(f"{model.path}: MLX cannot load it ({error})", hint="fetch the model again") from error
+    decoder = families.describe(model)
+    about = plain(decoder)
+    assert isinstance(about, Plain)
+    kind = "qwen3" if about.qk_norm else "qwen2" if about.qkv_bias else "llama"
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    made: nn.Module = module.Model(module.ModelArgs.from_dict(_config(decoder, about, kind)))
+    weights = dict(_weights(decoder, about))
 
     def quantised(path: str, layer: nn.Module) -> bool | dict[str, int]:
         if f"{path}.scales" not in weights or not hasattr(layer, "to_quantized"):
             return False
         columns = layer.weight.shape[-1]
-        return {"group_size": _GROUP, "bits": 32 * weights[f"{path}.weight"].shape[-1] // columns}
+        return {"group_size": GROUP, "bits": 32 * weights[f"{path}.weight"].shape[-1] // columns}
 
-    nn.quantize(made, group_size=_GROUP, class_predicate=quantised)
-    try:
-        made.load_weights(list(weights.items()), strict=True)
-    except ValueError as error:
-        raise ModelFormatError(
-            f"{model.path}: its tensors are not those of a {model.architecture} ({error})", hint="fetch it again"
-        ) from error
+    nn.quantize(made, group_size=GROUP, class_predicate=quantised)
+    made.load_weights(list(weights.items()), strict=True)
     made.set_dtype(dtype)
-    _factor_frequencies(made, model)
+    for layer in made.layers:
+        layer.self_attn.rope = GivenRope(about.frequencies)
     made.eval()
     mx.eval(made.parameters())
     return made
 
 
-def _config(model: GgufModel) -> dict[str, Any]:
-    scaling = model.rope_scaling
+def _config(model: Decoder, about: Plain, kind: str) -> dict[str, Any]:
     return {
-        "model_type": model.architecture,
-        "hidden_size": model.n_embd,
-        "num_hidden_layers": model.n_layers,
-        "intermediate_size": model.n_ff,
-        "num_attention_heads": model.n_heads,
-        "num_key_value_heads": model.n_kv_heads,
-        "head_dim": model.head_dim,
-        "rms_norm_eps": model.rms_eps,
+        "model_type": kind,
+        "hidden_size": model.width,
+        "num_hidden_layers": len(model.layers),
+        "intermediate_size": about.size,
+        "num_attention_heads": about.heads,
+        "num_key_value_heads": about.kv_heads,
+        "head_dim": about.head_dim,
+        "rms_norm_eps": about.eps,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.context_length,
-        "rope_theta": model.rope_theta,
-        "rope_traditional": model.architecture == "llama",  # its Q and K are stored for pairs (2i, 2i + 1)
-        "rope_scaling": None if scaling is None else {"type": "linear", "factor": scaling.factor},
-        "tie_word_embeddings": model.tied_embeddings,
+        "rope_theta": 10000.0,  # `GivenRope` takes its place
+        "tie_word_embeddings": model.tied,
     }
 
 
-def _renamed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Weights under the model's names; one it has no name for keeps its own, and is refused when loaded."""
-    found = {}
-    for name, array in weights.items():
-        if name == _FREQUENCIES:
-            continue
-        part, _, kind = name.rpartition(".")
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", part)
-        if layer is not None and layer[2] in _PARTS:
-            found[f"model.layers.{layer[1]}.{_PARTS[layer[2]]}.{kind}"] = array
-        else:
-            found[f"{_TOP.get(part, part)}.{kind}"] = array
-    return found
+def _weights(model: Decoder, about: Plain) -> Iterator[tuple[str, mx.array]]:
+    yield from _matrix("model.embed_tokens", model.embedding)
+    if not model.tied:
+        yield from _matrix("lm_head", model.head.weight)
+    yield from _vector("model.norm.weight", model.norm.weight)
+    for i, layer in enumerate(about.layers):
+        yield from _layer(f"model.layers.{i}.", layer)
 
 
-def _factor_frequencies(made: Any, model: GgufModel) -> None:
-    tensor = model.tensors.get(_FREQUENCIES)
-    if tensor is None:
+def _layer(at: str, layer: PlainLayer) -> Iterator[tuple[str, mx.array]]:
+    mixer, ff = layer.mixer, layer.feed_forward
+    linears: dict[str, Linear | None] = {
+        "self_attn.q_proj": mixer.q,
+        "self_attn.k_proj": mixer.k,
+        "self_attn.v_proj": mixer.v,
+        "self_attn.o_proj": mixer.out,
+        "mlp.gate_proj": ff.gate,
+        "mlp.up_proj": ff.up,
+        "mlp.down_proj": ff.down,
+    }
+    for name, part in linears.items():
+        assert part is not None
+        yield from _matrix(at + name, part.weight)
+        yield from _vector(f"{at}{name}.bias", part.bias)
+    yield from _vector(f"{at}input_layernorm.weight", layer.mixer_norm.weight)
+    yield from _vector(f"{at}post_attention_layernorm.weight", layer.ff_norm.weight)
+    for name, norm in (("q_norm", mixer.q_norm), ("k_norm", mixer.k_norm)):
+        yield from _vector(f"{at}self_attn.{name}.weight", None if norm is None else norm.weight)
+
+
+def _vector(name: str, weight: Weight | None) -> Iterator[tuple[str, mx.array]]:
+    if weight is not None:
+        yield name, mx.array(weight.values())
+
+
+def _matrix(name: str, weight: Weight) -> Iterator[tuple[str, mx.array]]:
+    if weight.type in _FLOATS:
+        yield f"{name}.weight", mx.array(weight.values())
         return
-    factors = tensor.dequantize().reshape(-1)
-    if len(factors) != model.head_dim // 2 or not np.isfinite(factors).all() or (factors == 0).any():
-        raise ModelFormatError(
-            f"{model.path}: {_FREQUENCIES} is damaged", value=len(factors), limit=model.head_dim // 2
-        )
-    if model.rope_scaling is not None:
-        factors = factors * model.rope_scaling.factor
-    for layer in made.layers:
-        layer.self_attn.rope = FactoredRope(
-            model.head_dim, model.rope_theta, factors, traditional=model.architecture == "llama"
-        )
+    raw = weight.encoded()
+    held = affine(weight.type, raw)
+    if held is not None:
+        arrays = _packed(held[0], 4), mx.array(held[1]), mx.array(held[2])
+    elif weight.type == "Q8_0":
+        blocks = raw.reshape(len(raw), -1, 34)
+        step = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+        arrays = _packed(blocks[..., 2:] ^ np.uint8(128), 8), mx.array(step), mx.array(-128 * step)
+    else:
+        arrays = mx.quantize(mx.array(weight.values()), group_size=GROUP, bits=8)
+    yield from zip((f"{name}.weight", f"{name}.scales", f"{name}.biases"), arrays, strict=True)
+
+
+def _packed(codes: NDArray[np.uint8], bits: int) -> mx.array:
+    """Codes [N, G, 32] in words of 32 bits [N, ..], the first of each in the lowest bits."""
+    flat = codes.reshape(len(codes), -1, 8 // bits)
+    pairs = flat[..., 0] if bits == 8 else flat[..., 0] | flat[..., 1] << 4
+    return mx.array(np.ascontiguousarray(pairs, dtype=np.uint8).view(np.uint32))

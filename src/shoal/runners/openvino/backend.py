@@ -25,10 +25,11 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
         return None
     if model.gguf is None:
         return f"it reads GGUF files and OpenVINO models, not {model.files.kind}"
+    from shoal.models import families
     from shoal.runners.openvino import convert
 
     try:
-        convert.describe(model.gguf)
+        convert.describe(families.describe(model.gguf))
     except ModelError as error:
         return str(error)
     return None

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.errors import BackendError, ModelFormatError, UnsupportedModelError
+from shoal.runners.affine import GROUP
 from shoal.runners.openvino.store import ConvertedModel
-from shoal.runners.openvino.weights import GROUP
 
 Pair: TypeAlias = tuple[Any, Any]
 

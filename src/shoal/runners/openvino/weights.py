@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.models.gguf import GgufTensor
+from shoal.models.decoder import StoredTensor
+from shoal.runners.affine import GROUP, affine
 
-GROUP = 32
 _CENTRE = 128  # the zero point of symmetric codes
 _STEPS = 17  # 15 * 17 == 255: the finest grid on which 4-bit codes still fit 8 bits
 
@@ -52,14 +52,13 @@ def stack(parts: Sequence[Codes]) -> Codes:
     )
 
 
-def encode(tensor: GgufTensor) -> Codes:
-    """Codes of a 2-D tensor whose inputs are a multiple of 32. Raises what `GgufTensor.dequantize` raises."""
+def encode(tensor: StoredTensor) -> Codes:
+    """Codes of a 2-D tensor whose inputs are a multiple of 32. Raises what `dequantize` raises."""
     raw = tensor.data.reshape(tensor.shape[0], -1)
     if tensor.type == "Q8_0":
         return _q8_0(raw)
-    if tensor.type in _GRIDS:
-        return _on_finer_grid(*_GRIDS[tensor.type](raw))
-    return _symmetric(tensor.dequantize())
+    grid = affine(tensor.type, raw)
+    return _symmetric(tensor.dequantize()) if grid is None else _on_finer_grid(*grid)
 
 
 def _symmetric(values: NDArray[np.float32]) -> Codes:
@@ -113,42 +112,3 @@ def _q8_0(raw: NDArray[np.uint8]) -> Codes:
     codes = (blocks[..., 2:] ^ np.uint8(_CENTRE)).reshape(len(raw), -1)  # two's complement to an excess of 128
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
     return Codes(codes, np.full(scales.shape, _CENTRE, np.uint8), scales)
-
-
-_Grid = tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]
-
-
-def _halves(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
-
-
-def _nibbles(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.concatenate([raw & 15, raw >> 4], axis=-1)
-
-
-def _q4_0(raw: NDArray[np.uint8]) -> _Grid:
-    blocks = raw.reshape(len(raw), -1, 18)
-    step = _halves(blocks[..., :2])[..., 0]
-    # A negative step would need a zero point above all codes; reversing the codes gives the same values.
-    codes = _nibbles(blocks[..., 2:])
-    return np.where(step[..., None] < 0, 15 - codes, codes), np.abs(step), np.where(step < 0, 7 * step, -8 * step)
-
-
-def _q4_1(raw: NDArray[np.uint8]) -> _Grid:
-    blocks = raw.reshape(len(raw), -1, 20)
-    pair = _halves(blocks[..., :4])
-    return _nibbles(blocks[..., 4:]), pair[..., 0], pair[..., 1]
-
-
-def _q4_k(raw: NDArray[np.uint8]) -> _Grid:
-    blocks = raw.reshape(len(raw), -1, 144)
-    pair = _halves(blocks[..., :4])
-    packed = blocks[..., 4:16]  # eight 6-bit steps and offsets: low parts, then the high parts of the last four
-    low, mid, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    steps = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=-1)
-    offsets = np.concatenate([mid & 63, high >> 4 | (mid >> 6) << 4], axis=-1)
-    codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)).reshape(len(raw), -1, GROUP)
-    return codes, (pair[..., :1] * steps).reshape(len(raw), -1), (-pair[..., 1:] * offsets).reshape(len(raw), -1)
-
-
-_GRIDS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}

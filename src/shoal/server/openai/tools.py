@@ -88,7 +88,7 @@ class ToolUse:
         if self.forced:
             return {"grammar": _called(self.forced, style, most)}
         if schema is not None and self.shown:
-            return {"grammar": f"{_called(self.shown, style, most, 'answer')}answer: {_json(closed(schema))}"}
+            return {"grammar": _called(self.shown, style, most, closed(schema))}
         if schema is not None:
             return {"json_schema": closed(schema)}
         if any(tool.function.strict for tool in self.shown):
@@ -163,14 +163,18 @@ def _moved(value: Any, root: str) -> Any:
     return [_moved(item, root) for item in value] if isinstance(value, list) else value
 
 
-def _called(tools: Sequence[Tool], style: ToolStyle, most: int, otherwise: str = "") -> str:
-    """One to `most` calls in the model's format, or what another rule allows."""
-    start = f"start: calls | {otherwise}\n" if otherwise else "start: calls\n"
+def _called(tools: Sequence[Tool], style: ToolStyle, most: int, answer: Mapping[str, Any] | None = None) -> str:
+    """One to `most` calls in the model's format, or an answer that follows a schema."""
+    start = "start: calls\n" if answer is None else "start: calls | answer\n"
+    body = _calls_schema(tools, style) if style is ToolStyle.HERMES else _bare(tools, style, most)
     if style is ToolStyle.HERMES:
         more = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
-        body = _json(_calls_schema(tools, style))
-        return f'{start}calls: call{more}\ncall: "<tool_call>\\n" body "\\n</tool_call>"\nbody: {body}'
-    return f"{start}calls: {_json(_bare(tools, style, most))}"
+        calls = f'calls: call{more}\ncall: "<tool_call>\\n" body "\\n</tool_call>"\nbody: '
+    else:
+        calls = "calls: "
+    if answer is None:
+        return f"{start}{calls}{_json(body)}"
+    return f"{start}{calls}{_json(body, answer)}answer: {_json(answer, body)}"
 
 
 def _bare(tools: Sequence[Tool], style: ToolStyle, most: int) -> dict[str, Any]:
@@ -194,6 +198,6 @@ def _optional(tools: Sequence[Tool], style: ToolStyle) -> str:
     return f"start: body | TEXT\nTEXT: /([^{{\\[](.|\\n)*)?/\nbody: {_json(_bare(tools, style, _MAX_CALLS))}"
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    """A schema as the right side of a Lark rule."""
-    return f"%json {json.dumps({**translated(schema), 'x-guidance': json_options(schema)})}\n"
+def _json(schema: Mapping[str, Any], *beside: Mapping[str, Any]) -> str:
+    """A schema as the right side of a Lark rule; `beside` are others in the same grammar."""
+    return f"%json {json.dumps({**translated(schema), 'x-guidance': json_options(schema, *beside)})}\n"
