@@ -1,11 +1,13 @@
 """Compile the native runner's extension next to its sources: `python scripts/native_build.py [--sanitize] [--out DIR]`.
 
-Needs a C++20 compiler ($CXX, g++ or clang++) and nanobind. Used by hatch_build.py, so it imports nothing else.
+Needs a C++20 compiler ($CXX, g++, clang++ or the ziglang wheel) and nanobind. Used by hatch_build.py, so it imports
+nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import shutil
@@ -19,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "src" / "shoal" / "runners" / "native"
 COMMON = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # gcc's own AVX512 header leaves placeholders uninitialised, and warns of it
-KERNELS = ["-ffp-contract=off", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+KERNELS = ["-ffp-contract=off", "-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 ISAS = {
@@ -40,10 +42,16 @@ ISAS = {
 MACHINES = {"AMD64": "x86_64", "amd64": "x86_64", "arm64": "aarch64"}
 
 
-def compiler() -> str | None:
-    """The C++ compiler to use, or None."""
+def compiler() -> list[str] | None:
+    """The C++ compiler to use: $CXX, the system's, or the `ziglang` wheel's where it is installed. None: none."""
     wanted = os.environ.get("CXX")
-    return shutil.which(wanted) if wanted else shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    for name in [wanted] if wanted else ["g++", "clang++", "c++"]:
+        found = shutil.which(name)
+        if found:
+            return [found]
+    if wanted or importlib.util.find_spec("ziglang") is None:
+        return None
+    return [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]  # without, it compiles for this CPU alone
 
 
 def kernel_jobs(machine: str, optimise: str) -> list[tuple[str, list[str]]]:
@@ -84,14 +92,14 @@ def build(out: Path = ROOT, *, extra: list[str] | None = None, optimise: str = "
 
         def compile_one(job: tuple[str, list[str]]) -> None:
             name, arguments = job
-            run([cxx, *COMMON, *(extra or []), *arguments, "-c", "-o", str(Path(tmp) / name)])
+            run([*cxx, *COMMON, *(extra or []), *arguments, "-c", "-o", str(Path(tmp) / name)])
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(compile_one, sorted(jobs, key=lambda job: job[0] not in ("nb.o", "isa_plain.o"))))
         link = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
         built = Path(tmp) / target.name
         objects = [str(Path(tmp) / name) for name, _ in jobs]
-        run([cxx, "-shared", *(extra or []), *objects, "-pthread", *link, "-o", str(built)])
+        run([*cxx, "-shared", *(extra or []), *objects, "-pthread", *link, "-o", str(built)])
         staged = target.with_suffix(".tmp")
         shutil.copy(built, staged)
         staged.replace(target)  # a process that has the old one mapped keeps it

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from shoal.core.pacing import Pacer
 from shoal.errors import ModelError
 from shoal.runners.base import Runner
 from shoal.runners.fake import FakeRunner
@@ -17,6 +20,19 @@ def test_random_schedules_on_the_toy_model(splits: bool) -> None:
     assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
     for what in ("hit", "preemption", "cancel", "fork"):
         assert outcome.seen[what] > 20, f"hardly any {what}"
+
+
+def test_random_schedules_with_recurrent_state_and_steps_that_cost_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets jump with what steps cost, so that a follower may come when its leader's chunk is planned already."""
+    rng, observe = random.Random(0), Pacer.observe
+
+    def any_cost(self: Pacer, decodes: int, prompt_tokens: int, _: float) -> None:
+        observe(self, decodes, prompt_tokens, rng.choice([0.5, 5.0, 40.0, 300.0]))
+
+    monkeypatch.setattr(Pacer, "observe", any_cost)
+    runner = FakeRunner(num_blocks=160, vocab_size=288, checkpoints=16, context_length=512, max_chain=16)
+    outcome = run(runner, schedules=60, requests=16, seed=2)
+    assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
 
 
 def test_random_schedules_on_the_real_model() -> None:

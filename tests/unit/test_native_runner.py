@@ -154,6 +154,14 @@ def test_what_earlier_versions_and_killed_writers_left_is_removed(tmp_path: Path
     assert fresh.exists()
 
 
+def test_mapped_weights_give_the_same_bits_and_do_not_count(blocks: Path, tiny: NativeRunner) -> None:
+    files = local_files("tiny", blocks)
+    mapped = NativeRunner.load(files, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=2, mmap=True)
+    assert mapped.spec.weight_bytes == 0
+    assert np.array_equal(run(mapped, item([3, 4, 5], 0, (0,))), run(tiny, item([3, 4, 5], 0, (0,))))
+    mapped.close()
+
+
 def test_an_unwritable_cache_is_a_store_error(blocks: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write"):
@@ -208,7 +216,7 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
     core = load_core()
     facts, entries, start, pieces = pack.read_header(path)
     facts["kv_bits"] = 16
-    settings = {"blocks": 4, "checkpoints": 0, "threads": 1, "pin": False, "isa": "auto"}
+    settings = {"blocks": 4, "checkpoints": 0, "threads": 1, "pin": False, "isa": "auto", "map": False}
     core.Core(facts, settings, str(path), start, entries, pieces)
     k = "layers.0.mixer.k.weight"
     outside = [e | {"offset": 1 << 40} if e["name"] == k else e for e in entries]

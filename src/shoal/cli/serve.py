@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from functools import partial
@@ -82,6 +83,8 @@ def serve(
     note(f"loading {model}")
     engine = load(model)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: walking it again and again holds up everybody for tens of milliseconds
     hub = ModelHub(load, model, engine, Store().info)  # clients switch among what is in the store, no further
     make_server(hub, config, listening, partial(_tell_address, model, host)).run()
 

@@ -429,6 +429,8 @@ class Scheduler:
     def _filled(self, seq: Sequence) -> None:
         """A part of a prompt was computed, or all the rest of it. One that is to write nothing ends then."""
         seq.scored = max(seq.scored, seq.computed)
+        while seq.marks and seq.marks[0] <= seq.computed:  # set for a follower when this chunk was planned already
+            seq.marks.pop(0)
         self.kv.index(seq, tail=True)
         self.kv.saved(seq)
         if seq.behind:

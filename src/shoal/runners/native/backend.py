@@ -13,7 +13,7 @@ from shoal.runners.registry import LocalModel, RunnerCard
 WHY = "kernels of our own for this CPU and model"
 INSTALL = "install a C++ compiler and reinstall shoal, or use runner='openvino'"
 HONOURS = ("threads", "pin_threads", "kv_precision")
-OPTIONS = ()
+OPTIONS = ("mmap",)
 
 
 def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
@@ -52,6 +52,7 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
         kv_precision=config.kv_precision,
         max_step_tokens=config.max_step_tokens,
         max_batch=config.max_batch,
+        mmap=bool(config.runner_options.get("mmap", False)),
     )
 
 

@@ -14,6 +14,7 @@ from shoal.models.decoder import (
     Dense,
     FeedForward,
     Layer,
+    LayerInputs,
     Linear,
     Mamba2,
     Mixer,
@@ -36,8 +37,6 @@ _NO_LIMIT = 3e38
 
 def refuses(model: Decoder) -> str | None:
     """Why the native kernels leave this model to another runner, or None when they take it. Looks at no weight."""
-    if model.layer_inputs is not None:
-        return "per-layer embeddings"
     if model.embedding_norm is not None:
         return "a norm of the embedding"
     if not any(isinstance(layer.mixer, Attention) for layer in model.layers):
@@ -85,18 +84,8 @@ def _refuses_feed(feed: FeedForward | None) -> str | None:
             return f"feed-forward size {part.size} is no multiple of {GROUP}"
         if part.activation not in _ACTIVATIONS:
             return f"activation {part.activation!r}"
-    if isinstance(feed, Mixture):
-        norms = (
-            feed.router_norm,
-            feed.experts_norm,
-            feed.experts_post_norm,
-            feed.shared_norm,
-            feed.shared_post_norm,
-        )
-        if any(norm is not None for norm in norms):
-            return "a mixture with norms of its own"
-        if feed.latent_in is not None or feed.latent_out is not None:
-            return "a mixture in a smaller width"
+    if isinstance(feed, Mixture) and (feed.latent_in is not None or feed.latent_out is not None):
+        return "a mixture in a smaller width"
     return None
 
 
@@ -117,9 +106,15 @@ def facts_of(model: Decoder) -> Facts:
         "logit_scale": float(model.logit_scale),
         "cap": float(model.soft_cap or 0.0),
         "norm": _norm(model.norm),
+        "inputs": {} if model.layer_inputs is None else _inputs(model.layer_inputs),
         "rotaries": [{"frequencies": list(r.frequencies), "factor": float(r.factor)} for r in rotaries],
         "layers": layers,
     }
+
+
+def _inputs(inputs: LayerInputs) -> Facts:
+    scales = {name: float(getattr(inputs, name)) for name in ("embedding_scale", "project_scale", "scale")}
+    return {"size": inputs.size, "norm": _norm(inputs.norm), **scales}
 
 
 def _norm(norm: Norm) -> Facts:
@@ -150,6 +145,10 @@ def _layer(layer: Layer, rotaries: list[Rotary], width: int) -> Facts:
     elif isinstance(mixer, ShortConv):
         facts |= {"heads": 1, "kv_heads": 1, "dim": 0, "v_dim": width, "taps": mixer.kernel}
     facts |= _feed(layer.feed_forward)
+    if isinstance(layer.feed_forward, Mixture):
+        norms |= {name: getattr(layer.feed_forward, name) for name in _MIXTURE_NORMS}
+    if layer.layer_input is not None:
+        facts["takes_input"] = True
     return facts | {"norms": {name: _norm(norm) for name, norm in norms.items() if norm is not None}}
 
 
@@ -193,6 +192,7 @@ def _feed(feed: FeedForward | None) -> Facts:
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 _NORMS = ("mixer_norm", "mixer_post_norm", "ff_norm", "ff_post_norm")
+_MIXTURE_NORMS = ("router_norm", "experts_norm", "experts_post_norm", "shared_norm", "shared_post_norm")
 
 
 def tensors_of(model: Decoder) -> list[Part]:
@@ -200,6 +200,11 @@ def tensors_of(model: Decoder) -> list[Part]:
     parts = [Part("embedding", _matrix_shape(model.embedding), model.embedding)]
     parts += _norm_parts("norm", model.norm, model.width)
     parts += [part for part in _linear("head", model.head) if not (model.tied and part.name == "head.weight")]
+    inputs = model.layer_inputs
+    if inputs is not None:
+        parts.append(Part("layer_inputs.embedding", _matrix_shape(inputs.embedding), inputs.embedding))
+        parts += _linear("layer_inputs.project", inputs.project)
+        parts += _norm_parts("layer_inputs.norm", inputs.norm, inputs.size)
     for i, layer in enumerate(model.layers):
         parts += _layer_parts(f"layers.{i}.", layer, model.width)
     return parts
@@ -222,8 +227,15 @@ def _layer_parts(at: str, layer: Layer, width: int) -> Iterator[Part]:
         yield from _norm_parts(at + "mixer.norm", mixer.norm, mixer.heads * mixer.head_dim)
     if feed is not None:
         yield from _fields(at + "feed_forward.", feed)
-    if isinstance(feed, Mixture) and feed.shared is not None:
-        yield from _fields(at + "feed_forward.shared.", feed.shared)
+    if isinstance(feed, Mixture):
+        for name in _MIXTURE_NORMS:
+            yield from _norm_parts(f"{at}feed_forward.{name}", getattr(feed, name), width)
+        if feed.shared is not None:
+            yield from _fields(at + "feed_forward.shared.", feed.shared)
+    if layer.layer_input is not None:
+        yield from _linear(at + "layer_input.gate", layer.layer_input.gate)
+        yield from _linear(at + "layer_input.project", layer.layer_input.project)
+        yield from _norm_parts(at + "layer_input.norm", layer.layer_input.norm, width)
 
 
 def _fields(at: str, node: Mixer | FeedForward) -> Iterator[Part]:

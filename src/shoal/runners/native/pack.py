@@ -28,7 +28,7 @@ from shoal.models.decoder import Weight
 from shoal.runners.native.core import load_core
 from shoal.runners.native.grid import GRIDS, grid_blocks
 
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 STRIP, ALIGN = 32, 64
 _MAGIC = b"shoalpk2"
 _FRONT = struct.Struct("<8sQQ")  # magic, where the data begins, hash of the JSON between
@@ -124,7 +124,7 @@ FACTS: dict[str, type] = {
     **dict.fromkeys(("name", "architecture"), str),
     **dict.fromkeys(("embd", "vocab", "context"), int),
     **dict.fromkeys(("embedding_scale", "logit_scale", "cap"), float),
-    "norm": dict,
+    **dict.fromkeys(("norm", "inputs"), dict),
     **dict.fromkeys(("rotaries", "layers"), list),
 }
 """What a packed file says of its model beside the tensors (`describe.facts_of`); the extension checks the rest."""

@@ -57,6 +57,7 @@ class NativeRunner:
         kv_precision: KvPrecision = "auto",
         max_step_tokens: int = 1024,
         max_batch: int = 8,
+        mmap: bool = False,
     ) -> NativeRunner:
         """Load a GGUF for this machine's CPU.
 
@@ -65,9 +66,11 @@ class NativeRunner:
         which the states of `max_batch` sequences are a part; pages are taken when first written. `threads` None is one
         per CPU this process may use; with `pin_threads` each but the caller's stays on a CPU of its own, counted from
         the first one allowed (Linux only). `kv_precision` "u8" keeps K and V in 8 bits with a scale per token and head;
-        "auto" is bf16. The environment variable SHOAL_ISA forces an instruction set. Raises `ModelError`s for what is
-        wrong with the files, `BackendError` when the extension is missing or memory does not suffice, `ConfigError` for
-        a budget below one block.
+        "auto" is bf16. With `mmap` the weights stay in the packed file and are read as they are needed, so that a model
+        larger than memory runs; they do not count as memory then, and are not checked for damage. The environment
+        variable SHOAL_ISA forces an instruction set. Raises `ModelError`s for what is wrong with the files,
+        `BackendError` when the extension is missing or memory does not suffice, `ConfigError` for a budget below one
+        block.
         """
         core = load_core()
         path = packed_path(files, cache_dir)
@@ -79,9 +82,9 @@ class NativeRunner:
         facts["kv_bits"] = 8 if kv_precision == "u8" else 16
         isa = os.environ.get("SHOAL_ISA", "auto")
         try:
-            spec = _spec(core, facts, path, kv_bytes, memory_bytes, max_step_tokens, max_batch)
+            spec = _spec(core, facts, path, kv_bytes, memory_bytes, max_step_tokens, max_batch, mmap)
             settings: dict[str, Any] = {"blocks": spec.num_blocks, "checkpoints": spec.num_checkpoints}
-            settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa}
+            settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa, "map": mmap}
             try:
                 made = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
             except core.DamagedError:
@@ -208,8 +211,11 @@ def _row_bytes(facts: dict[str, Any]) -> int:
         columns = max(columns, 3 * mixed + 2 * keys if layer.get("mixer", 0) > 1 else 0)
         pairs, width = max(pairs, used), max(width, ff if used else 0)
     embd = facts["embd"]
+    embd_parts = facts["inputs"].get("size", 0) * len(facts["layers"])
     mixture = pairs * (embd * 4 + 2 * (embd + width))
-    return int(2 * (embd * 8 + (embd + feed + inner) * 2) + heads * 2 + inner * 4 + columns * 4 + mixture)
+    return int(
+        2 * (embd * 8 + (embd + feed + inner) * 2) + heads * 2 + inner * 4 + columns * 4 + embd_parts * 4 + mixture
+    )
 
 
 def _or_none(checkpoint: int | None) -> int:
@@ -229,13 +235,14 @@ def _spec(
     memory_bytes: int | None,
     max_step_tokens: int,
     max_batch: int,
+    mmap: bool,
 ) -> ModelSpec:
     """Facts of a packed model, and how many blocks of KV fit the budget. `ConfigError` when none does.
 
     A quarter of the budget goes to checkpoints, where a model has recurrent state.
     """
     block_bytes, state_bytes = core.sizes(facts)
-    weight_bytes = path.stat().st_size
+    weight_bytes = 0 if mmap else path.stat().st_size
     step_bytes = max_step_tokens * _row_bytes(facts) + _ROWS * facts["vocab"] * 4 + max_batch * state_bytes
     budget = kv_budget(kv_bytes, memory_bytes, weight_bytes + step_bytes)
     checkpoints = max(1, min(MAX_CHECKPOINTS, budget // 4 // state_bytes)) if state_bytes else 0

@@ -50,7 +50,7 @@ LayerFacts layer_of(const nb::dict& d) {
         {"shared", &l.shared}, {"groups", &l.groups}, {"groups_used", &l.groups_used}};
     const std::pair<const char*, float*> floats[] = {{"scale", &l.scale}, {"cap", &l.cap}, {"query_beta", &l.query_beta}, {"l2_eps", &l.l2_eps}, {"least_step", &l.least_step},
                                                      {"most_step", &l.most_step}, {"route_scale", &l.route_scale}, {"residual_scale", &l.residual_scale}, {"output_scale", &l.output_scale}};
-    const std::pair<const char*, bool*> flags[] = {{"norm_over_heads", &l.norm_over_heads}, {"keys_are_values", &l.keys_are_values}, {"normalise", &l.normalise}};
+    const std::pair<const char*, bool*> flags[] = {{"norm_over_heads", &l.norm_over_heads}, {"keys_are_values", &l.keys_are_values}, {"normalise", &l.normalise}, {"takes_input", &l.takes_input}};
     for (auto [key, to] : integers) take(d, key, *to), known += d.contains(key);
     for (auto [key, to] : floats) take(d, key, *to), known += d.contains(key);
     for (auto [key, to] : flags) take(d, key, *to), known += d.contains(key);
@@ -76,13 +76,15 @@ Config config_of(const nb::dict& d) {
         if (!nb::try_cast(item, layer)) throw FormatError("the model's layers are no objects");
         c.layers.push_back(layer_of(layer));
     }
+    if (const nb::dict inputs = get<nb::dict>(d, "inputs"); inputs.size())
+        c.inputs = {get<int>(inputs, "size"), get<float>(inputs, "embedding_scale"), get<float>(inputs, "project_scale"), get<float>(inputs, "scale"), norm_of(get<nb::dict>(inputs, "norm"))};
     c.kv_bits = get<int>(d, "kv_bits");
     return c;
 }
 
 void set_runner(Config& c, const nb::dict& d) {
     c.blocks = get<int>(d, "blocks"), c.checkpoints = get<int>(d, "checkpoints"), c.threads = get<int>(d, "threads");
-    c.pin = get<bool>(d, "pin"), c.isa = get<std::string>(d, "isa");
+    c.pin = get<bool>(d, "pin"), c.map = get<bool>(d, "map"), c.isa = get<std::string>(d, "isa");
 }
 
 Entry entry_of(const nb::dict& d) {

@@ -86,7 +86,7 @@ void Step::choose(const Layer& l, int row) {
     }
 }
 
-void Step::group_pairs(const Layer& l, Batch& b) {
+void Step::group_pairs(const Layer& l, Batch& b, const Acts& in) {
     const int pair_count = b.rows * l.used;
     std::vector<int> counts(size_t(l.experts), 0), at(size_t(l.experts), 0), sizes;
     for (int p = 0; p < pair_count; p++) counts[size_t(chosen[size_t(p)])]++;
@@ -103,17 +103,17 @@ void Step::group_pairs(const Layer& l, Batch& b) {
             const int to = at[size_t(chosen[size_t(p)])]++;
             place[size_t(p)] = to, pair_row[size_t(to)] = row;
         }
-    pairs.shape_runs(sizes, pair_count, c.embd, k.max_rows, b.normed.tiles[0].x != nullptr);
+    pairs.shape_runs(sizes, pair_count, c.embd, k.max_rows, in.tiles[0].x != nullptr);
     pair_inner.shape_runs(sizes, pair_count, l.ff, k.max_rows, is_dense(l.expert.down));
 }
 
-// What a tile of pairs takes of the rows of `normed`.
-void Step::gather(const Batch& b, int unit) {
+// What a tile of pairs takes of the rows of `in`.
+void Step::gather(const Acts& in, int unit) {
     const Tile& to = pairs.tiles[size_t(unit)];
     const int groups = c.embd / kGroup;
     for (int i = 0; i < to.rows; i++) {
         const int row = pair_row[size_t(to.first + i)];
-        const Tile& from = b.normed.of(row);
+        const Tile& from = in.of(row);
         const int r = row - from.first;
         for (int j = 0; j < c.embd / 4; j++) memcpy(to.quad(j, i), from.quad(j, r), 4);
         for (int g = 0; g < groups; g++) {
@@ -126,6 +126,7 @@ void Step::gather(const Batch& b, int unit) {
 
 void Step::mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s) {
     const int columns = score_columns(l);
+    const Acts &in = norms_inputs(l) ? b.experts_in : b.normed, &shared_in = norms_inputs(l) ? b.shared_in : b.normed;
     share(counter++, columns / kStrip, [&](int strip) {
         const bool gate = strip >= l.router.strips;
         for (const Tile& tile : b.normed.tiles)
@@ -134,9 +135,9 @@ void Step::mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratc
     meet(thread, kRoute);
     share(counter++, b.rows, [&](int row) { choose(l, row); });
     meet(thread, kRoute);
-    if (thread == 0) group_pairs(l, b);
+    if (thread == 0) group_pairs(l, b, in);
     meet(thread, kRoute);
-    share(counter++, int(pairs.tiles.size()), [&](int unit) { gather(b, unit); });
+    share(counter++, int(pairs.tiles.size()), [&](int unit) { gather(in, unit); });
     meet(thread, kRoute);
     // Units: those of the shared feed-forward first, then those of each run.
     const int active = int(runs.size()), strips = l.ff / kStrip, outputs = c.embd / kStrip;
@@ -144,7 +145,7 @@ void Step::mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratc
     const int shared_most = strips_of(b.rows, std::max(l.shared, kStrip)), shared_units = l.shared ? units_of(b.rows, l.shared) : 0;
     const int inner_most = most_of(strips), inner_units = (strips + inner_most - 1) / inner_most;
     share(counter++, shared_units + active * inner_units, [&](int unit) {
-        if (unit < shared_units) return gate_up(l.dense, b.normed, b.inner, 0, int(b.normed.tiles.size()), 0, unit, shared_most, s);
+        if (unit < shared_units) return gate_up(l.dense, shared_in, b.inner, 0, int(shared_in.tiles.size()), 0, unit, shared_most, s);
         const Run& run = runs[size_t((unit - shared_units) / inner_units)];
         gate_up(l.expert, pairs, pair_inner, run.from, run.to, run.expert, (unit - shared_units) % inner_units, inner_most, s);
     });

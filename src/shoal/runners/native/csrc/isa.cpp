@@ -13,7 +13,7 @@
 
 namespace shoal {
 
-#ifdef __AMX_INT8__
+#if defined(__AMX_INT8__) && !defined(SHOAL_PLAIN)
 constexpr int kMostRows = 2 * kSub;
 constexpr auto kProduct = product_of_many;
 #else

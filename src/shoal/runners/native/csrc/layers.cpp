@@ -150,6 +150,7 @@ size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats
     if (c.embd < kGroup || c.embd > kMostWidth || c.embd % kGroup || c.vocab < 1 || c.vocab > 1 << 24 || c.context < 1 || c.layers.empty() || c.layers.size() > 4096)
         fail("a size of the model is out of range");
     if (c.kv_bits != 16 && c.kv_bits != 8) fail("the sizes of the model do not fit the kernels");
+    if (c.inputs.size < 0 || c.inputs.size % kGroup || int64_t(c.inputs.size) * int64_t(c.layers.size()) > kMostWidth) fail("the size of per-layer embeddings is out of range");
     for (const Rotary& rotary : c.rotaries)
         if (!std::isfinite(rotary.factor)) fail("a rotary factor is not finite");
     size_t block = 0;
@@ -161,6 +162,7 @@ size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats
         check_norms(l.norms);
         if (l.mixer != Mixer::kNone) check_mixer(c, l);
         if (l.feed != Feed::kNone) check_feed(l);
+        if (l.takes_input && !c.inputs.size) fail("a layer takes an input that the model does not have");
         if (l.recurs()) {
             l.state_at = state_floats;
             l.convolution.channels = l.mixer == Mixer::kConvolution ? l.v_dim : l.inner() + l.kv_heads * l.dim * 2;
@@ -180,7 +182,7 @@ size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats
     return block;
 }
 
-void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers, Matrix& embedding, Matrix& head, Norm& norm) {
+void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers, Ends& ends) {
     const Loader load(file, entries);
     for (size_t i = 0; i < layers.size(); i++) {
         Layer& l = layers[i];
@@ -191,7 +193,14 @@ void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& e
         if (l.recurs()) load_recurrent(load, mixer, l, c.embd);
         if (l.mixer != Mixer::kNone) l.o = load.matrix(mixer + "out", c.embd, l.inner());
         if (l.feed == Feed::kDense) load_feed(load, feed, l.dense, l.activation, l.ff, 1, c.embd);
+        if (l.takes_input) {
+            l.input_gate = load.matrix(at + "layer_input.gate", c.inputs.size, c.embd), l.input_project = load.matrix(at + "layer_input.project", c.embd, c.inputs.size);
+            l.input_norm = load.norm(at + "layer_input.", "norm", {{"norm", c.inputs.norm}}, c.embd);
+        }
         if (l.feed != Feed::kMixture) continue;
+        l.router_norm = load.norm(feed, "router_norm", l.norms, c.embd), l.experts_norm = load.norm(feed, "experts_norm", l.norms, c.embd);
+        l.experts_post_norm = load.norm(feed, "experts_post_norm", l.norms, c.embd);
+        l.shared_norm = load.norm(feed, "shared_norm", l.norms, c.embd), l.shared_post_norm = load.norm(feed, "shared_post_norm", l.norms, c.embd);
         load_feed(load, feed, l.expert, l.activation, l.ff, l.experts, c.embd);
         l.router = load.matrix(feed + "router", l.experts, c.embd);
         l.selection_bias = load.vector(feed + "selection_bias", l.experts, true), l.expert_scales = load.vector(feed + "expert_scales", l.experts, true);
@@ -199,10 +208,15 @@ void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& e
         load_feed(load, feed + "shared.", l.dense, l.shared_activation, l.shared, 1, c.embd);
         if (load.has(feed + "shared_gate.weight")) l.shared_gate = load.matrix(feed + "shared_gate", 1, c.embd);
     }
-    norm = load.norm("norm", c.norm, c.embd);
-    embedding = load.matrix("embedding", "", c.vocab, c.embd);
-    head = load.has("head.weight") ? load.matrix("head", c.vocab, c.embd) : embedding;
-    if (!load.has("head.weight")) head.bias = load.vector("head.bias", head.strips * kStrip, true);
+    ends.norm = load.norm("norm", c.norm, c.embd);
+    ends.embedding = load.matrix("embedding", "", c.vocab, c.embd);
+    ends.head = load.has("head.weight") ? load.matrix("head", c.vocab, c.embd) : ends.embedding;
+    if (!load.has("head.weight")) ends.head.bias = load.vector("head.bias", ends.head.strips * kStrip, true);
+    if (!c.inputs.size) return;
+    const int all = c.inputs.size * int(layers.size());
+    ends.input_embedding = load.matrix("layer_inputs.embedding", "", c.vocab, all);
+    ends.input_project = load.matrix("layer_inputs.project", all, c.embd);
+    ends.input_norm = load.norm("layer_inputs.norm", c.inputs.norm, c.inputs.size);
 }
 
 }  // namespace shoal

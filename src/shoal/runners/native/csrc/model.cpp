@@ -24,6 +24,15 @@ Pages::Pages(size_t bytes) : size_(bytes) {
 #endif
 }
 
+Pages::Pages(int descriptor, size_t bytes) : size_(bytes), mapped_(bytes) {
+    base_ = mmap(nullptr, mapped_, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (base_ == MAP_FAILED) {
+        base_ = nullptr;
+        throw std::bad_alloc();
+    }
+    data_ = static_cast<uint8_t*>(base_);
+}
+
 Pages::~Pages() {
     if (base_) munmap(base_, mapped_);
 }
@@ -33,8 +42,8 @@ Model::Model(Config config, const Packed& packed) : config_(std::move(config)) {
     block_bytes_ = lay_out(c, layers_, state_floats_);
     if (c.blocks < 1 || c.threads < 1 || c.checkpoints < 0) throw FormatError("a size of the runner is out of range");
     kernels_ = choose_kernels(c.isa);
-    weights_ = read_packed(packed, c.threads);
-    load_layers(c, weights_, packed.entries, layers_, embedding_, head_, norm_);
+    weights_ = read_packed(packed, c.threads, c.map);
+    load_layers(c, weights_, packed.entries, layers_, ends_);
     kv_pages_ = Pages(block_bytes_ * size_t(c.blocks));
     written_.resize(size_t(c.blocks)), claimed_.resize(size_t(c.blocks));
     checkpoints_.resize(size_t(c.checkpoints));

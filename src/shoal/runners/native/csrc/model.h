@@ -23,6 +23,8 @@ class Pages {
   public:
     Pages() = default;
     explicit Pages(size_t bytes);
+    // The file behind `descriptor`, read only as its bytes are touched; the system may drop them again. Throws std::bad_alloc.
+    Pages(int descriptor, size_t bytes);
     ~Pages();
     Pages(Pages&& other) noexcept { swap(other); }
     Pages& operator=(Pages&& other) noexcept { swap(other); return *this; }
@@ -59,6 +61,7 @@ struct LayerFacts {
     Routing routing = Routing::kSoftmax;
     bool normalise = false;
     float route_scale = 1, residual_scale = 1, output_scale = 1;
+    bool takes_input = false;  // of the per-layer embeddings
     std::map<std::string, NormFacts> norms;
 };
 
@@ -67,9 +70,18 @@ struct Rotary {
     float factor = 1;                // of cosine and sine
 };
 
+// Per-layer embeddings: of a token, `size` elements for each layer, made once from the token and the first x as
+//     (norm(project(x) * project_scale) + embedding[token] * embedding_scale) * scale
+struct InputFacts {
+    int size = 0;  // 0: the model has none
+    float embedding_scale = 1, project_scale = 1, scale = 1;
+    NormFacts norm;
+};
+
 struct Config {
     int embd = 0, vocab = 0, context = 0, blocks = 0, threads = 0, kv_bits = 16, checkpoints = 0;
-    bool pin = false;
+    bool pin = false, map = false;  // map: weights stay in the packed file and are paged from there
+    InputFacts inputs;
     float embedding_scale = 1, logit_scale = 1, cap = 0;
     NormFacts norm;
     std::vector<Rotary> rotaries;
@@ -133,6 +145,10 @@ struct Layer : LayerFacts {
     FeedForward dense, expert;  // dense: of a mixture, the shared one
     Matrix router, shared_gate;
     const float *selection_bias = nullptr, *expert_scales = nullptr;
+    Norm router_norm, experts_norm, experts_post_norm, shared_norm, shared_post_norm;  // a mixture's own
+    // the part of the per-layer embeddings: x + norm(project(gelu(gate(x)) * input))
+    Matrix input_gate, input_project;
+    Norm input_norm;
     bool attends() const { return mixer == Mixer::kAttention; }
     bool recurs() const { return mixer > Mixer::kAttention; }
     int inner() const { return heads * v_dim; }  // width of what `o` takes
@@ -160,6 +176,12 @@ struct Answer {
     std::vector<Top> tops;
 };
 
+// What stands before the first layer and behind the last.
+struct Ends {
+    Matrix embedding, head, input_embedding, input_project;
+    Norm norm, input_norm;
+};
+
 // Recurrent state after `seen` tokens, of all layers.
 struct State {
     Pages memory;
@@ -183,9 +205,10 @@ class Model {
     const std::vector<Layer>& layers() const { return layers_; }
     float* state(int64_t id) const { return states_.at(id).floats(); }
     void release(const std::vector<int64_t>& ids) { for (int64_t id : ids) states_.erase(id); }
-    const Matrix& embedding() const { return embedding_; }
-    const Matrix& head() const { return head_; }
-    const Norm& norm() const { return norm_; }
+    const Matrix& embedding() const { return ends_.embedding; }
+    const Matrix& head() const { return ends_.head; }
+    const Norm& norm() const { return ends_.norm; }
+    const Ends& ends() const { return ends_; }
     Pool& pool() const { return *pool_; }
     std::vector<std::pair<std::string, double>> profile() const;
 
@@ -198,8 +221,7 @@ class Model {
     const Kernels* kernels_;
     Pages weights_, kv_pages_;
     std::vector<Layer> layers_;
-    Matrix embedding_, head_;
-    Norm norm_;
+    Ends ends_;
     size_t block_bytes_ = 0, state_floats_ = 0;
     std::unordered_map<int64_t, State> states_;
     std::vector<State> checkpoints_;  // seen 0: nothing was saved
@@ -211,13 +233,13 @@ class Model {
 // Bytes of one block of KV, and floats of a sequence's recurrent state; sets the layers' places in them. FormatError for sizes
 // that do not fit the kernels: nothing was read or taken before.
 size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats);
-void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers, Matrix& embedding, Matrix& head, Norm& norm);
+void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers, Ends& ends);
 std::vector<const Kernels*> supported_kernels();              // best first
 const Kernels* choose_kernels(const std::string& isa);        // the first whose name is or begins with `isa`
 
 // In pack.cpp. Offsets of entries count from the start of the file.
 Matrix form_of(const Entry& e);                         // without data; FormatError when it has no kernel
-Pages read_packed(const Packed& file, int threads);     // DamagedError when it cannot be read or a hash differs
+Pages read_packed(const Packed& file, int threads, bool map);  // DamagedError when it cannot be read or a hash differs
 uint64_t hash_of(const uint8_t* data, size_t bytes);
 void unpack_row(const Matrix& w, int row, float* out);  // one output's weights, exact
 // Strips first .. first + count - 1 of a matrix of this form, from all its rows of blocks of a GGML type, to `out`. FormatError for a

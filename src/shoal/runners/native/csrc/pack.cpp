@@ -304,7 +304,7 @@ uint64_t hash_of(const uint8_t* data, size_t bytes) {
     return out ^ out >> 32;
 }
 
-Pages read_packed(const Packed& file, int threads) {
+Pages read_packed(const Packed& file, int threads, bool map) {
     struct Descriptor {
         int fd;
         ~Descriptor() { if (fd >= 0) close(fd); }
@@ -314,6 +314,7 @@ Pages read_packed(const Packed& file, int threads) {
     std::vector<size_t> starts = {file.start};
     for (const Piece& piece : file.pieces) starts.push_back(starts.back() + std::min(piece.bytes, size_t(size) + 1));
     if (starts.back() != size_t(size)) throw DamagedError(file.path + " does not end where its pieces do");
+    if (map) return Pages(source.fd, size_t(size));  // unchecked: to hash it would read it all
     Pages pages{size_t(size)};
     std::atomic<size_t> next{0};
     std::atomic<int> unread{0}, wrong{0};

@@ -29,11 +29,11 @@ const char* const kPhaseNames[kPhases] = {"embed", "norm", "qkv", "attention", "
 struct DenseInputs {
     bool normed = false, attended = false, inner = false, pair_inner = false;
     explicit DenseInputs(const Model& m) {
-        normed = is_dense(m.head());
+        normed = is_dense(m.head()) || is_dense(m.ends().input_project);
         for (const Layer& l : m.layers()) {
-            for (const Matrix* w : {&l.q, &l.k, &l.v, &l.gate, &l.dense.gate, &l.dense.up, &l.expert.gate, &l.expert.up, &l.router, &l.shared_gate}) normed |= is_dense(*w);
+            for (const Matrix* w : {&l.q, &l.k, &l.v, &l.gate, &l.dense.gate, &l.dense.up, &l.expert.gate, &l.expert.up, &l.router, &l.shared_gate, &l.input_gate}) normed |= is_dense(*w);
             for (const Input& input : l.inputs) normed |= is_dense(input.w);
-            attended |= is_dense(l.o), inner |= is_dense(l.dense.down), pair_inner |= is_dense(l.expert.down);
+            attended |= is_dense(l.o), inner |= is_dense(l.dense.down) || is_dense(l.input_project), pair_inner |= is_dense(l.expert.down);
         }
     }
 };
@@ -65,7 +65,7 @@ void Acts::shape_runs(const std::vector<int>& runs, int rows, int k, int max_row
     }
 }
 
-Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels()), counters(model.layers().size() * 16 + 8) {
+Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels()), counters(model.layers().size() * 20 + 12) {
     scratch.resize(size_t(m.threads()));
     int most_dim = kMostStrips * kStrip, row = c.embd, state = 0, keys = 0;
     for (const Layer& l : m.layers()) {
@@ -77,7 +77,8 @@ Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels())
     for (auto& s : scratch) {
         s.one.resize(size_t(k.max_rows) * size_t(most_dim)), s.two.resize(s.one.size());
         s.state.resize(size_t(kRowsAtOnce) * size_t(state));
-        s.row.resize(size_t(row)), s.keys.resize(size_t(kTokensAtOnce) * 2 * size_t(keys));
+        s.row.resize(size_t(row)), s.other.resize(size_t(c.embd)), s.wide.resize(size_t(c.inputs.size) * m.layers().size());
+        s.keys.resize(size_t(kTokensAtOnce) * 2 * size_t(keys));
         s.rows.resize(kRowsAtOnce);
     }
 }
@@ -86,12 +87,13 @@ Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels())
 
 void Step::form(Batch& batch, int rows) {
     const DenseInputs dense(m);
-    int attended = 0, inner = 0, kv_heads = 0;
-    bool delta = false;
+    int attended = 0, inner = c.inputs.size, kv_heads = 0;
+    bool delta = c.inputs.size > 0, own = false;
     for (const Layer& l : m.layers()) {
         attended = std::max(attended, l.inner()), inner = std::max({inner, l.feed == Feed::kDense ? l.ff : 0, l.shared});
         kv_heads = std::max(kv_heads, l.attends() ? l.kv_heads : 0);
         delta |= l.residual_scale != 1.f || l.mixer_post_norm.weight || l.ff_post_norm.weight || l.feed == Feed::kMixture;
+        own |= norms_inputs(l);
     }
     batch.rows = rows;
     const size_t bytes = size_t(rows) * size_t(c.embd) * 4;
@@ -101,6 +103,7 @@ void Step::form(Batch& batch, int rows) {
     batch.normed.shape(rows, c.embd, k.max_rows, dense.normed);
     batch.attended.shape(rows, attended, k.max_rows, dense.attended);
     batch.inner.shape(rows, inner, k.max_rows, dense.inner);
+    if (own) batch.experts_in.shape(rows, c.embd, k.max_rows, dense.normed), batch.shared_in.shape(rows, c.embd, k.max_rows, dense.normed);
     // Attention units: runs of rows that start with the same block, in pieces small enough to keep all threads busy.
     batch.spans.clear();
     const int piece = std::clamp(rows * kv_heads / (m.threads() * 3), 1, kRowsAtOnce);
@@ -154,6 +157,7 @@ void Step::prepare(const Plan& p, float* logits) {
     }
     grow(q, size_t(rows) * heads * 2);
     if (gated) grow(gates, size_t(rows) * gated * 4);
+    if (c.inputs.size) grow(inputs, size_t(rows) * m.layers().size() * size_t(c.inputs.size) * 4);
     if (columns) grow(mixed, size_t(rows) * columns * 4);
     if (experts) {
         const size_t pair_count = size_t(rows) * used;
@@ -194,24 +198,35 @@ void Step::normalise(const Norm& norm, const float* x, int n, float* out) const 
     else k.rms_norm(x, norm.weight, n, norm.eps, out);
 }
 
-void Step::add_pending(Batch& batch, int row, const Pending& pending) {
+// The chosen experts of a row, in the order of their choice, are added to the shared one's part in `delta`.
+void Step::add_experts(const Layer& l, Batch& batch, int row, Scratch& s) {
+    float* delta = batch.delta + size_t(row) * size_t(c.embd);
+    if (!l.shared) memset(delta, 0, size_t(c.embd) * 4);
+    else if (l.shared_gate.data) k.soft_cap(delta, c.embd, scores[size_t(row) * size_t(score_columns(l)) + size_t(l.router.strips * kStrip)], 0.f);
+    if (l.shared_post_norm.weight) normalise(l.shared_post_norm, delta, c.embd, delta);
+    float* sum = delta;
+    if (l.experts_post_norm.weight) sum = s.other.data(), memset(sum, 0, size_t(c.embd) * 4);
+    for (int j = 0; j < l.used; j++) {
+        const size_t pair = size_t(row) * l.used + j;
+        k.add_scaled(sum, reinterpret_cast<const float*>(pair_out.data()) + size_t(place[pair]) * c.embd, weights[pair], c.embd);
+    }
+    if (sum == delta) return;
+    normalise(l.experts_post_norm, sum, c.embd, sum);
+    k.add_scaled(delta, sum, 1.f, c.embd);
+}
+
+void Step::add_pending(Batch& batch, int row, const Pending& pending, Scratch& s) {
     const Layer& l = *pending.layer;
     float *x = batch.x + size_t(row) * size_t(c.embd), *delta = batch.delta + size_t(row) * size_t(c.embd);
-    const Norm& post = pending.feed ? l.ff_post_norm : l.mixer_post_norm;
-    const bool mixture = pending.feed && l.feed == Feed::kMixture;
-    if (mixture) {  // the shared expert's part is there; the chosen ones follow in the order of their choice
-        if (!l.shared) memset(delta, 0, size_t(c.embd) * 4);
-        else if (l.shared_gate.data) k.soft_cap(delta, c.embd, scores[size_t(row) * size_t(score_columns(l)) + size_t(l.router.strips * kStrip)], 0.f);
-        for (int j = 0; j < l.used; j++) {
-            const size_t pair = size_t(row) * l.used + j;
-            k.add_scaled(delta, reinterpret_cast<const float*>(pair_out.data()) + size_t(place[pair]) * c.embd, weights[pair], c.embd);
-        }
-    }
-    if (mixture || !adds_at_once(post, l)) {
+    const Norm& post = pending.of == Of::kInput ? l.input_norm : pending.of == Of::kFeed ? l.ff_post_norm : l.mixer_post_norm;
+    const bool mixture = pending.of == Of::kFeed && l.feed == Feed::kMixture;
+    if (mixture) add_experts(l, batch, row, s);
+    if (mixture || pending.of == Of::kInput || !adds_at_once(post, l)) {
         if (post.weight) normalise(post, delta, c.embd, delta);
-        k.add_scaled(x, delta, l.residual_scale, c.embd);
+        k.add_scaled(x, delta, pending.of == Of::kInput ? 1.f : l.residual_scale, c.embd);
     }
-    if (pending.feed && l.output_scale != 1.f) k.soft_cap(x, c.embd, l.output_scale, 0.f);
+    const bool last_part = pending.of == (l.takes_input ? Of::kInput : Of::kFeed);
+    if (last_part && l.output_scale != 1.f) k.soft_cap(x, c.embd, l.output_scale, 0.f);
 }
 
 // The residual stream of the rows whose logits are wanted.
@@ -220,17 +235,68 @@ void Step::take_last_rows() {
     for (size_t r = 0; r < last.queries.size(); r++) memcpy(last.x + r * width, all.x + size_t(last.queries[r].source) * width, width * 4);
 }
 
-void Step::settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s) {
+// What the router, the experts and the shared expert take of x, each through a norm of its own.
+void Step::quantise_own(const Layer& l, Batch& batch, int row, const float* x, Scratch& s) {
+    const std::pair<const Norm*, const Acts*> parts[] = {{&l.router_norm, &batch.normed}, {&l.experts_norm, &batch.experts_in}, {&l.shared_norm, &batch.shared_in}};
+    for (const auto& [norm, acts] : parts) {
+        const Tile& tile = acts->of(row);
+        if (norm->weight) normalise(*norm, x, c.embd, s.other.data());
+        k.quantise(norm->weight ? s.other.data() : x, c.embd, tile, row - tile.first, 0);
+    }
+}
+
+void Step::settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s, const Layer* mixture) {
     share(counter, int(batch.normed.tiles.size()), [&](int unit) {  // rows of a tile share cache lines: one thread's
         const Tile& tile = batch.normed.tiles[size_t(unit)];
         for (int r = 0; r < tile.rows; r++) {
             const int row = tile.first + r;
             const float* x = batch.x + size_t(row) * size_t(c.embd);
-            if (pending.layer) add_pending(batch, row, pending);
+            if (pending.layer) add_pending(batch, row, pending, s);
             if (norm.weight) normalise(norm, x, c.embd, s.row.data());
-            k.quantise(norm.weight ? s.row.data() : x, c.embd, tile, r, 0);
+            if (mixture && norms_inputs(*mixture)) quantise_own(*mixture, batch, row, norm.weight ? s.row.data() : x, s);
+            else k.quantise(norm.weight ? s.row.data() : x, c.embd, tile, r, 0);
         }
     });
+}
+
+// Per-layer embeddings of all rows: see InputFacts.
+void Step::make_inputs(int thread, size_t& counter, Scratch& s) {
+    const InputFacts& facts = c.inputs;
+    const int parts = int(m.layers().size()), width = parts * facts.size;
+    float* out = reinterpret_cast<float*>(inputs.data());
+    settle(all, counter++, {}, {}, s);
+    meet(thread, kEmbed);
+    project(all, all.normed, m.ends().input_project, counter++, out, width, false);
+    meet(thread, kEmbed);
+    share(counter++, all.rows, [&](int row) {
+        float* x = out + size_t(row) * width;
+        k.soft_cap(x, width, facts.project_scale, 0.f);
+        for (int i = 0; i < parts; i++) normalise(m.ends().input_norm, x + i * facts.size, facts.size, x + i * facts.size);
+        unpack_row(m.ends().input_embedding, tokens[size_t(row)], s.wide.data());
+        k.add_scaled(x, s.wide.data(), facts.embedding_scale, width);
+        k.soft_cap(x, width, facts.scale, 0.f);
+    });
+    meet(thread, kEmbed);
+}
+
+// A layer's use of them, to `delta`.
+void Step::take_input(const Layer& l, size_t layer, Batch& b, int thread, size_t& counter, Scratch& s) {
+    const int size = c.inputs.size, width = size * int(m.layers().size());
+    share(counter++, size / kStrip, [&](int strip) {
+        for (size_t t = 0; t < b.normed.tiles.size(); t++) {
+            const Tile& tile = b.normed.tiles[t];
+            k.product(l.input_gate, strip, 1, tile, s.one.data(), kStrip, false);
+            for (int i = 0; i < tile.rows; i++) {
+                const size_t source = size_t(b.queries[size_t(tile.first + i)].source);
+                const float* input = reinterpret_cast<const float*>(inputs.data()) + source * size_t(width) + layer * size_t(size) + size_t(strip * kStrip);
+                k.activate(Activation::kGelu, s.one.data() + i * kStrip, input, kStrip, 0.f, 0.f);
+                k.quantise(s.one.data() + i * kStrip, kStrip, b.inner.tiles[t], i, strip * kStrip);
+            }
+        }
+    });
+    meet(thread, kGateUp);
+    project(b, b.inner, l.input_project, counter++, b.delta, c.embd, false);
+    meet(thread, kDown);
 }
 
 void Step::project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter, float* out, int ld, bool accumulate) {
@@ -277,6 +343,7 @@ void Step::pass(int thread) {
         if (layers[i].mixer != Mixer::kNone) last_mixer = i;
     share(counter++, all.rows, [&](int row) { embed(row); });
     meet(thread, kEmbed);
+    if (c.inputs.size) make_inputs(thread, counter, s);
     Pending pending;
     for (size_t i = 0; i < layers.size(); i++) {
         const Layer& l = layers[i];
@@ -290,16 +357,21 @@ void Step::pass(int thread) {
             const bool at_once = adds_at_once(l.mixer_post_norm, l);
             project(b, b.attended, l.o, counter++, at_once ? b.x : b.delta, c.embd, at_once);
             meet(thread, kOut);
-            pending = {at_once ? nullptr : &l, false};
+            pending = {at_once ? nullptr : &l, Of::kMixer};
         }
         Batch& b = i < last_mixer ? all : last;
         if (l.feed != Feed::kNone) {
-            settle(b, counter++, pending, l.ff_norm, s);
+            settle(b, counter++, pending, l.ff_norm, s, l.feed == Feed::kMixture ? &l : nullptr);
             meet(thread, kNorm);
             feed_forward(l, b, thread, counter, s);
             const bool nothing = l.feed == Feed::kDense && adds_at_once(l.ff_post_norm, l) && l.output_scale == 1.f;
-            pending = {nothing ? nullptr : &l, true};
+            pending = {nothing ? nullptr : &l, Of::kFeed};
         }
+        if (!l.takes_input) continue;
+        settle(b, counter++, pending, {}, s);
+        meet(thread, kNorm);
+        take_input(l, i, b, thread, counter, s);
+        pending = {&l, Of::kInput};
     }
     settle(last, counter++, pending, m.norm(), s);
     meet(thread, kNorm);

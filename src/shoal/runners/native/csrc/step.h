@@ -50,15 +50,16 @@ struct Batch {
     Pages memory, delta_memory;
     float* x = nullptr;      // [rows][embd]
     float* delta = nullptr;  // [rows][embd]: what a block gives where it is not added to x at once
-    Acts normed, attended, inner;
+    Acts normed, attended, inner, experts_in, shared_in;  // the last two where a mixture norms its own inputs
     std::vector<QueryRow> queries;  // sorted so that shared blocks are neighbours; row i of x is queries[i]
     std::vector<Span> spans;
 };
 
 // What a block left behind to be added to x: x = output_scale * (x + scale * norm(delta)).
+enum class Of : int { kMixer, kFeed, kInput };
 struct Pending {
     const Layer* layer = nullptr;  // null: nothing; x has it all
-    bool feed = false;             // of its feed-forward; else of its mixer
+    Of of = Of::kMixer;            // what of the layer
 };
 
 // The rows of one expert: pairs first .. of the step, in tiles from .. to - 1.
@@ -73,7 +74,7 @@ struct Best {
 
 // Memory of one thread.
 struct Scratch {
-    std::vector<float> one, two, state, row, keys;
+    std::vector<float> one, two, state, row, other, wide, keys;
     std::vector<Row> rows;
     std::vector<Best> best;
 };
@@ -96,7 +97,8 @@ struct Step {
     Pages q;                      // [rows][heads][dim * 2]: see Row
     Pages gates;                  // [rows][heads * v_dim]: attention's output gates
     Pages mixed;                  // [rows][columns]: inputs of a recurrent mixer; [rows][heads * dim] where norms go over all heads
-    std::vector<float> cosines, sines, query_scales;  // [rotaries][rows][pairs]; [rows]
+    Pages inputs;                 // [rows][layers * size]: per-layer embeddings
+    std::vector<float> cosines, sines;                // [rotaries][rows][pairs]
     std::vector<size_t> angles_at;                    // of each rotary, in cosines and sines
     std::vector<float*> logits_of;      // per row of `last`, null where only the best are wanted
     std::vector<size_t> top_of;         // per row of `last`, how many of them
@@ -141,8 +143,13 @@ struct Step {
     void take_last_rows();
     void embed(int row);
     void normalise(const Norm& norm, const float* x, int n, float* out) const;
-    void settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s);
-    void add_pending(Batch& batch, int row, const Pending& pending);
+    void settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s, const Layer* mixture = nullptr);
+    void add_pending(Batch& batch, int row, const Pending& pending, Scratch& s);
+    void add_experts(const Layer& l, Batch& batch, int row, Scratch& s);
+    void quantise_own(const Layer& l, Batch& batch, int row, const float* x, Scratch& s);
+    bool norms_inputs(const Layer& l) const { return l.router_norm.weight || l.experts_norm.weight || l.shared_norm.weight; }
+    void make_inputs(int thread, size_t& counter, Scratch& s);
+    void take_input(const Layer& l, size_t layer, Batch& b, int thread, size_t& counter, Scratch& s);
     void project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter, float* out, int ld, bool accumulate);
     void take_best(const float* x, int n, int first, size_t count, Best& best) const;
     void vocabulary(int unit, Scratch& s);
@@ -170,8 +177,8 @@ struct Step {
     void gate_up(const FeedForward& f, const Acts& in, const Acts& out, int from, int to, int expert, int unit, int most, Scratch& s);
     void mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
     void choose(const Layer& l, int row);
-    void group_pairs(const Layer& l, Batch& b);
-    void gather(const Batch& b, int unit);
+    void group_pairs(const Layer& l, Batch& b, const Acts& in);
+    void gather(const Acts& in, int unit);
 };
 
 }  // namespace shoal

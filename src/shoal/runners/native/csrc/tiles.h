@@ -11,7 +11,7 @@
 #pragma once
 #include "products.h"
 
-#ifdef __AMX_INT8__
+#if defined(__AMX_INT8__) && !defined(SHOAL_PLAIN)
 namespace shoal { namespace {
 
 constexpr int kSub = 16, kChunk = 8;  // rows of a matrix register; groups at once
