@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 from shoal.config import EngineConfig
 from shoal.errors import BackendError, ConfigError, UnsupportedModelError
+from shoal.models.decoder import Decoder
 from shoal.models.files import ModelFiles
 from shoal.models.gguf import GgufModel, read_gguf
 from shoal.names import did_you_mean
@@ -41,6 +42,20 @@ class LocalModel:
     def read(cls, files: ModelFiles) -> LocalModel:
         """Parse what has a header. Raises the `ModelError` that says what is wrong with it."""
         return cls(files, read_gguf(files.path) if files.kind == "gguf" else None)
+
+    def decoder(self) -> Decoder:
+        """The description of a GGUF file or of a directory with safetensors; looks at no weight.
+
+        Raises `UnsupportedModelError` for other files and for a family without a page, `ModelFormatError` for damage.
+        """
+        from shoal.models import families
+        from shoal.models.safetensors import read_safetensors
+
+        if self.gguf is not None:
+            return families.describe(self.gguf)
+        if self.files.kind != "safetensors":
+            raise UnsupportedModelError(f"{self.files.name} has files of kind {self.files.kind}", value=self.files.kind)
+        return families.describe(read_safetensors(self.files.path))
 
     @property
     def file_bytes(self) -> int:

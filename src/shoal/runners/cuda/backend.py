@@ -44,12 +44,8 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
 
 
 def _model_refusal(model: LocalModel) -> str | None:
-    from shoal.models import families
-
-    if model.gguf is None:
-        return f"it reads GGUF files, not {model.files.kind}"
     try:
-        decoder = families.describe(model.gguf)
+        decoder = model.decoder()
     except UnsupportedModelError as error:
         return error.message
     from shoal.runners.cuda.supports import refusal
@@ -63,13 +59,10 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
     Raises `ModelError`s, `ConfigError` for a budget below one block, `BackendError` when the GPU's free memory does
     not do.
     """
-    from shoal.models import families
-
-    assert model.gguf is not None
     kv_bytes = config.bytes_of("kv_memory")
     assert kv_bytes is not None
     return load_decoder(
-        families.describe(model.gguf),
+        model.decoder(),
         f"cuda:{_number(config)}",
         kv_bytes=kv_bytes,
         memory_bytes=config.bytes_of("memory"),

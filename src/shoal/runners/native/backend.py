@@ -18,7 +18,6 @@ OPTIONS = ("mmap",)
 
 def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
     """Why the kernels cannot run here, or leave this model to another runner."""
-    from shoal.models import families
     from shoal.runners.native import describe as describe_native
     from shoal.runners.native.core import load_core
 
@@ -28,16 +27,14 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
         return error.message
     if model is None:
         return None
-    if model.gguf is None:
-        return f"native kernels read GGUF files, not {model.files.kind}"
     try:
-        return describe_native.refuses(families.describe(model.gguf))
+        return describe_native.refuses(model.decoder())
     except UnsupportedModelError as error:
         return error.message
 
 
 def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
-    """Load a GGUF; its weights are packed once, into `cache_dir`."""
+    """Load a GGUF file or a directory with safetensors; the weights are packed once, into `cache_dir`."""
     from shoal.runners.native.runner import NativeRunner
 
     kv_bytes = config.bytes_of("kv_memory")

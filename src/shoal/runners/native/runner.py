@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError
-from shoal.models import families
 from shoal.models.files import ModelFiles
-from shoal.models.gguf import read_gguf
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
 from shoal.runners.native.core import load_core
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.registry import LocalModel
 
 KvPrecision: TypeAlias = Literal["auto", "bf16", "u8"]
 
@@ -189,8 +188,8 @@ def _pack_again(files: ModelFiles, path: Path) -> pack.Packed:
 
 
 def write_packed(files: ModelFiles, path: Path) -> None:
-    """Pack a GGUF. Raises the `ModelError` that says why it cannot be."""
-    model = families.describe(read_gguf(files.path))
+    """Pack a model's weights. Raises the `ModelError` that says why it cannot be."""
+    model = LocalModel.read(files).decoder()
     reason = describe.refuses(model)
     if reason is not None:
         raise BackendError(
