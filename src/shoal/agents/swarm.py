@@ -272,7 +272,7 @@ class Swarm:
         while True:
             cut = [(name, text[:longest]) for name, text in notes]
             request = Request(messages=synthesis_messages(self._question, reader, cut))
-            if longest == 0 or len(engine.inputs.tokenize(request)) <= limit:
+            if longest == 0 or len(engine.tokenize(request)) <= limit:
                 return cut
             longest = longest * 2 // 3
 

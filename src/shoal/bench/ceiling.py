@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.workloads import Job, Workload
-from shoal.models.gguf import GgufModel, read_gguf
+from shoal.models import families
+from shoal.models.decoder import Attention, Decoder
+from shoal.models.gguf import read_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +26,21 @@ class ModelFacts:
     @classmethod
     def of(cls, path: Path) -> ModelFacts:
         """Facts of a GGUF. KV is reckoned in 16 bits. Raises `ModelFormatError`s."""
-        model = read_gguf(path)
-        matrices = {name: tensor for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
-        head = model.vocab_size * model.n_embd
+        file = read_gguf(path)
+        model = families.describe(file)
+        matrices = {name: tensor for name, tensor in file.tensors.items() if len(tensor.shape) == 2}
+        head = model.vocab_size * model.width
         embedding = matrices["token_embd.weight"]
         body = sum(tensor.shape[0] * tensor.shape[1] for tensor in matrices.values()) - head
-        body -= 0 if model.tied_embeddings else head
+        body -= 0 if model.tied else head
         size = sum(tensor.data.nbytes for tensor in matrices.values())
-        size -= 0 if model.tied_embeddings else embedding.data.nbytes  # looked up, a row a token
+        size -= 0 if model.tied else embedding.data.nbytes  # looked up, a row a token
         return cls(body + head, head, size, _kv_bytes(model))
 
 
-def _kv_bytes(model: GgufModel) -> int:
-    return model.n_layers * model.n_kv_heads * model.head_dim * 2 * 2
+def _kv_bytes(model: Decoder) -> int:
+    own = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention) and layer.mixer.k is not None]
+    return sum(mixer.kv_heads * (mixer.key_dim + mixer.value_dim) * 2 for mixer in own)
 
 
 def ceiling(workload: Workload, jobs: Sequence[Job], model: ModelFacts, machine: Mapping[str, Any]) -> dict[str, float]:

@@ -68,7 +68,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
     note(f"loading {model}")
     with Engine.load(model) as engine:
         stats = engine.stats()
-        card = _card(engine.inputs.spec.runner, model)
+        card = _card(engine.spec.runner, model)
         yield (
             "memory",
             {

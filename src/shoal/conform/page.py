@@ -16,7 +16,9 @@ Outside suites and clients, unmodified, against this server and others, each by 
     {command}
 
 A case passes or is listed below with the reason. What a small model cannot know (which tool to choose, what to answer)
-fails on every server alike; what a server does not do fails on that server alone.
+fails on every server alike; what a server does not do fails on that server alone. Two kinds fail here by intent: an
+image is a 400, since the models read text, and a call without a `model` is answered by the served one, where the
+cases named `error-handling` expect a refusal.
 
 """
 

@@ -94,7 +94,7 @@ def answer(engine: Engine, prompts: Sequence[str], max_tokens: int) -> Answers:
     """A model's own greedy answers to some prompts, each as a chat of one message."""
     sampling = SamplingParams(max_tokens=max_tokens, logprobs=_TOP)
     requests = [Request(messages=[{"role": "user", "content": prompt}], sampling=sampling) for prompt in prompts]
-    tokens = tuple(tuple(engine.inputs.tokenize(request)) for request in requests)
+    tokens = tuple(tuple(engine.tokenize(request)) for request in requests)
     report = engine.run(requests)
     results = _checked(report.results)
     return Answers(

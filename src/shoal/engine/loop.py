@@ -388,8 +388,8 @@ class StepLoop:
             if item.want is not Want.LOGITS:
                 continue
             state = self._states[item.seq_id]
-            rows, at = logits[at : at + item.rows], at + item.rows
-            if state.seq.scoring and not _take_scores(state, item, rows):
+            at += item.rows
+            if state.seq.scoring and not _take_scores(state, item, logits[at - item.rows : at]):
                 self._reject(state)
             elif self._chooses(item) is not None:
                 last.append(at - 1)

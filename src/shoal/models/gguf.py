@@ -66,39 +66,20 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Stretching of rotary positions. `type` is "linear", "yarn" or "longrope"; `factor` is new over old context."""
-
-    type: str
-    factor: float
-    original_context_length: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class GgufModel:
-    """A parsed file: hyper-parameters by their usual names, all metadata, and the tensors by name.
+    """A parsed file: what every decoder has, all metadata, and the tensors by name.
 
     Lengths count tokens, sizes count elements. `vocab_size` is the number of rows of the token embedding, which may be
-    more than there are tokens. `rope_dim` is how many of the `head_dim` elements are rotated. `tied_embeddings`: there
-    is no `output.weight`, the projection to the vocabulary is `token_embd.weight`.
+    more than there are tokens. What the layers are, `families.describe` says.
     """
 
     path: Path
     architecture: str
     name: str
     n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
     n_embd: int
-    n_ff: int
     vocab_size: int
     context_length: int
-    rope_theta: float
-    rope_dim: int
-    rope_scaling: RopeScaling | None
-    rms_eps: float
-    tied_embeddings: bool
     metadata: Mapping[str, Value] = field(repr=False)
     tensors: Mapping[str, GgufTensor] = field(repr=False)
 
@@ -317,7 +298,7 @@ class _Keys:
             raise UnsupportedModelError(
                 f"{self.path}: architecture {self.architecture!r} has no {self.architecture}.{key}",
                 value=self.architecture,
-                hint="it is not a decoder with attention in every layer",
+                hint="it is not a decoder",
             )
         if not isinstance(value, int) or not 0 < value < 2**31:
             full = f"{self.architecture}.{key}"
@@ -332,8 +313,7 @@ def _describe(path: Path, metadata: dict[str, Value], tensors: dict[str, GgufTen
     if not isinstance(architecture, str) or not architecture:
         raise ModelFormatError(f"{path} does not name its architecture", value=architecture, hint=_HINT)
     keys = _Keys(path, architecture, metadata)
-    n_embd, n_heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
-    head_dim = keys.positive("attention.key_length", max(n_embd // n_heads, 1))
+    n_embd = keys.positive("embedding_length")
     n_layers = keys.positive("block_count")
     if tensors and n_layers > len(tensors):
         raise ModelFormatError(f"{path}: {n_layers:,} layers", value=n_layers, limit=len(tensors), hint=_HINT)
@@ -343,18 +323,9 @@ def _describe(path: Path, metadata: dict[str, Value], tensors: dict[str, GgufTen
         architecture=architecture,
         name=name if isinstance(name, str) else path.stem,
         n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=keys.positive("attention.head_count_kv", n_heads),
-        head_dim=head_dim,
         n_embd=n_embd,
-        n_ff=keys.positive("feed_forward_length", 1),
         vocab_size=_vocab_size(keys, tensors, n_embd),
         context_length=keys.positive("context_length"),
-        rope_theta=float(keys.get("rope.freq_base") or 10000.0),
-        rope_dim=keys.positive("rope.dimension_count", head_dim),
-        rope_scaling=_rope_scaling(keys),
-        rms_eps=_rms_eps(keys),
-        tied_embeddings="output.weight" not in tensors,
         metadata=MappingProxyType(metadata),
         tensors=MappingProxyType(tensors),
     )
@@ -373,26 +344,3 @@ def _vocab_size(keys: _Keys, tensors: Mapping[str, GgufTensor], n_embd: int) -> 
         return embedding.shape[0]
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
     return keys.positive("vocab_size", len(tokens) if isinstance(tokens, tuple) else None)
-
-
-def _rms_eps(keys: _Keys) -> float:
-    for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"):
-        value = keys.get(key)
-        if value is not None:
-            return float(value)
-    raise UnsupportedModelError(
-        f"{keys.path}: architecture {keys.architecture!r} has no epsilon for its norms", value=keys.architecture
-    )
-
-
-def _rope_scaling(keys: _Keys) -> RopeScaling | None:
-    kind = keys.metadata.get(f"{keys.architecture}.rope.scaling.type")
-    factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear")  # the second is the old name
-    if kind == "none" or (kind is None and not factor):
-        return None
-    original = keys.get("rope.scaling.original_context_length")
-    return RopeScaling(
-        type=kind if isinstance(kind, str) else "linear",
-        factor=float(factor or 1.0),
-        original_context_length=None if original is None else int(original),
-    )

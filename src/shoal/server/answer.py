@@ -15,7 +15,7 @@ class AnswerReader:
     """From the events of one generation to pieces; ends it when as many tools as allowed are called."""
 
     def __init__(self, call: Call, index: int, use: ToolUse) -> None:
-        codec = call.served.engine.inputs.codec
+        codec = call.served.engine.codec
         assert codec is not None
         opened = prompt_thinks(codec, call.prompt(index))
         self._call = call

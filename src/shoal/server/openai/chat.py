@@ -101,7 +101,7 @@ class Answer:
 
     def take(self, happened: Event) -> list[Piece]:
         """Take an event in; gives what is new in the answer."""
-        codec = self._call.served.engine.inputs.codec
+        codec = self._call.served.engine.codec
         assert codec is not None
         self.tokens += happened.tokens
         self.logprobs += chat_logprobs(happened.logprobs, codec)
@@ -170,7 +170,7 @@ def _whole(call: Call, body: ChatRequest, answers: Sequence[Answer]) -> dict[str
             choice["token_ids"] = answer.tokens
         choices.append(choice)
     whole = {**_head(call, "chat.completion"), "choices": choices, "usage": call.usage(per_prompt=len(answers))}
-    codec = call.served.engine.inputs.codec
+    codec = call.served.engine.codec
     if body.prompt_logprobs is not None and codec is not None:
         whole["prompt_logprobs"] = prompt_logprobs(call.results[0].prompt_logprobs, codec, body.prompt_logprobs)
     return whole
@@ -232,7 +232,7 @@ class ChatWriter(ChoiceWriter):
     def _told(self, happened: Event) -> dict[str, Any]:
         """What was asked for beside the text."""
         told: dict[str, Any] = {}
-        codec = self._call.served.engine.inputs.codec
+        codec = self._call.served.engine.codec
         if self._body.logprobs and happened.logprobs and codec is not None:
             told["logprobs"] = {"content": chat_logprobs(happened.logprobs, codec), "refusal": None}
         if self._body.return_token_ids and happened.tokens:

@@ -97,7 +97,7 @@ class Text:
         self._prompt = prompt
         self._begun = False
         self._echoed = self._echo()
-        self._codec = call.served.engine.inputs.codec
+        self._codec = call.served.engine.codec
         self._logprobs = self._fresh_logprobs()
 
     def take(self, happened: Event) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Text:
             return ""
         if isinstance(self._prompt, str):
             return self._prompt
-        codec = self._call.served.engine.inputs.codec
+        codec = self._call.served.engine.codec
         return b"".join(map(codec.token_bytes, self._prompt)).decode("utf-8", "replace") if codec is not None else ""
 
     def _fresh_logprobs(self) -> TextLogprobs | None:
