@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import json
 import zlib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+
+HUB: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/families/hub.json").read_text())
+"""By the name of a tiny model: its config, its tensors in a short form, and what `transformers` gave."""
+
+
+def unfolded(name: str) -> dict[str, Any]:
+    """What `write_directory` takes, from the short form of the data."""
+    tensors = {}
+    for pattern, shape, axes in HUB[name]["tensors"]:
+        for numbers in product(*axes):
+            left = list(numbers)
+            full = ".".join(str(left.pop(0)) if part == "#" else part for part in pattern.split("."))
+            tensors[full] = shape
+    return {"config": HUB[name]["config"], "tensors": tensors}
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

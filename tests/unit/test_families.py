@@ -6,7 +6,6 @@ The numbers are in tests/data/families; scripts/compare_families.py makes them.
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,13 @@ from shoal.models.decoder import Attention, Decoder, DeltaNet, Mixture
 from shoal.models.families import FAMILIES, describe
 from shoal.models.gguf import read_gguf
 from shoal.models.safetensors import read_safetensors
-from tests.support.tiny_hub import write_directory
+from tests.support.tiny_hub import HUB, unfolded, write_directory
 from tests.support.tiny_models import MODELS, some_tokens, write_model
 from tests.support.tiny_writer import Tiny
 
 DATA = Path(__file__).parents[1] / "data/families"
 GGUF: dict[str, Any] = json.loads((DATA / "gguf.json").read_text())
-HUB: dict[str, Any] = json.loads((DATA / "hub.json").read_text())
 COLUMNS, ROWS = list(range(0, 288, 41)), [0, 7, 19, 30, 39]
-
-
-def unfolded(name: str) -> dict[str, Any]:
-    """What `write_directory` takes, from the short form of the data."""
-    tensors = {}
-    for pattern, shape, axes in HUB[name]["tensors"]:
-        for numbers in product(*axes):
-            left = list(numbers)
-            full = ".".join(str(left.pop(0)) if part == "#" else part for part in pattern.split("."))
-            tensors[full] = shape
-    return {"config": HUB[name]["config"], "tensors": tensors}
 
 
 def agrees(decoder: Decoder, outside: dict[str, Any], tolerance: float) -> None:
