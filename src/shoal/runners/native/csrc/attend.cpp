@@ -18,8 +18,10 @@ void Step::write_kv(const Layer& l, int head, int row, const float* x, bool valu
         float* scale = reinterpret_cast<float*>(bytes + (l.dim + l.v_dim) * kBlock) + (value ? kBlock : 0) + slot;
         *scale = k.to_codes(x, dim, codes).scale;
         for (int d = 0; d < dim; d++)
-            if (value) bytes[l.dim * kBlock + slot / 4 * 4 * dim + d * 4 + slot % 4] = uint8_t(codes[d]);
-            else bytes[d / 4 * kBlock * 4 + slot * 4 + d % 4] = uint8_t(codes[d] + 128);
+            if (value)
+                bytes[l.dim * kBlock + slot / 4 * 4 * dim + d * 4 + slot % 4] = uint8_t(codes[d]);
+            else
+                bytes[d / 4 * kBlock * 4 + slot * 4 + d % 4] = uint8_t(codes[d] + 128);
         return;
     }
     uint16_t *kv = reinterpret_cast<uint16_t*>(bytes), rounded[512];
@@ -42,15 +44,21 @@ void Step::write_q(const Layer& l, const float* x, float scale, uint8_t* out) co
 // x is turned in place and written where attention reads it; norms over the head come before.
 void Step::finish_query(const Layer& l, int head, int row, float* x) {
     if (l.q_norm.weight && !l.norm_over_heads) normalise(l.q_norm, x, l.dim, x);
-    if (l.rotary >= 0) k.rotate(x, cosines_of(l.rotary, row), sines_of(l.rotary, row), int(c.rotaries[size_t(l.rotary)].frequencies.size()));
+    if (l.rotary >= 0)
+        k.rotate(x, cosines_of(l.rotary, row), sines_of(l.rotary, row),
+                 int(c.rotaries[size_t(l.rotary)].frequencies.size()));
     double scale = 1.4426950408889634 * double(l.scale);
-    if (l.query_beta != 0.f) scale *= 1.0 + double(l.query_beta) * std::log(1.0 + double(all.queries[size_t(row)].position / l.query_length));
+    if (l.query_beta != 0.f)
+        scale *=
+            1.0 + double(l.query_beta) * std::log(1.0 + double(all.queries[size_t(row)].position / l.query_length));
     write_q(l, x, float(scale), query(l, row, head));
 }
 
 void Step::finish_key(const Layer& l, int head, int row, float* x) {
     if (l.k_norm.weight && !l.norm_over_heads) normalise(l.k_norm, x, l.dim, x);
-    if (l.rotary >= 0) k.rotate(x, cosines_of(l.rotary, row), sines_of(l.rotary, row), int(c.rotaries[size_t(l.rotary)].frequencies.size()));
+    if (l.rotary >= 0)
+        k.rotate(x, cosines_of(l.rotary, row), sines_of(l.rotary, row),
+                 int(c.rotaries[size_t(l.rotary)].frequencies.size()));
     write_kv(l, head, row, x, false);
 }
 
@@ -62,7 +70,8 @@ void Step::finish_value(const Layer& l, int head, int row, float* x) {
 // Units: heads of q, then of k and of v where the layer has its own, then of the output's gate.
 void Step::project_head(const Layer& l, int unit, int part, int parts, Scratch& s) {
     const int own = l.kv_layer < 0 ? l.kv_heads : 0;
-    const bool is_q = unit < l.heads, is_k = !is_q && unit < l.heads + own, is_v = !is_q && !is_k && unit < l.heads + 2 * own;
+    const bool is_q = unit < l.heads, is_k = !is_q && unit < l.heads + own,
+               is_v = !is_q && !is_k && unit < l.heads + 2 * own;
     const int head = is_q ? unit : is_k ? unit - l.heads : is_v ? unit - l.heads - own : unit - l.heads - 2 * own;
     const Matrix& w = is_q ? l.q : is_k ? l.k : is_v ? l.v : l.gate;
     const int dim = is_q || is_k ? l.dim : l.v_dim, strips = dim / kStrip;
@@ -70,16 +79,23 @@ void Step::project_head(const Layer& l, int unit, int part, int parts, Scratch& 
     for (size_t t = tiles * size_t(part) / size_t(parts); t < tiles * size_t(part + 1) / size_t(parts); t++) {
         const Tile& tile = all.normed.tiles[t];
         if (!is_q && !is_k && !is_v) {
-            k.product(w, head * strips, strips, tile, reinterpret_cast<float*>(gates.data()) + size_t(tile.first) * l.inner() + head * dim, l.inner(), false);
+            k.product(w, head * strips, strips, tile,
+                      reinterpret_cast<float*>(gates.data()) + size_t(tile.first) * l.inner() + head * dim, l.inner(),
+                      false);
         } else if (l.norm_over_heads && !is_v) {
-            k.product(w, head * strips, strips, tile, reinterpret_cast<float*>(mixed.data()) + size_t(tile.first) * wide + unit * dim, int(wide), false);
+            k.product(w, head * strips, strips, tile,
+                      reinterpret_cast<float*>(mixed.data()) + size_t(tile.first) * wide + unit * dim, int(wide),
+                      false);
         } else {
             k.product(w, head * strips, strips, tile, s.one.data(), dim, false);
             for (int i = 0; i < tile.rows; i++) {
                 float* x = s.one.data() + i * dim;
-                if (is_q) finish_query(l, head, tile.first + i, x);
-                else if (is_k) finish_key(l, head, tile.first + i, x);
-                else finish_value(l, head, tile.first + i, x);
+                if (is_q)
+                    finish_query(l, head, tile.first + i, x);
+                else if (is_k)
+                    finish_key(l, head, tile.first + i, x);
+                else
+                    finish_value(l, head, tile.first + i, x);
             }
         }
     }
@@ -91,7 +107,9 @@ void Step::walk(const Layer& l, const Batch& batch, int head, int from, int to, 
     for (;; span++) {
         while (from < to && batch.queries[size_t(from)].position < span * kSpan) from++;
         if (from == to) return;
-        const auto table = [&](int row) -> const std::vector<int>& { return plan->sequences[size_t(batch.queries[size_t(row)].sequence)].table; };
+        const auto table = [&](int row) -> const std::vector<int>& {
+            return plan->sequences[size_t(batch.queries[size_t(row)].sequence)].table;
+        };
         const auto pair = [&](int row) {  // the two blocks of this span; the second may not be there
             const auto& t = table(row);
             const size_t at = size_t(span) * 2;
@@ -102,7 +120,8 @@ void Step::walk(const Layer& l, const Batch& batch, int head, int from, int to, 
         for (int i = from + 1; i < to; i++) {
             if (batch.queries[size_t(i)].position < span * kSpan) continue;
             const auto other = pair(i);
-            const bool same = other.first == blocks.first && (other.second == blocks.second || other.second < 0 || blocks.second < 0);
+            const bool same =
+                other.first == blocks.first && (other.second == blocks.second || other.second < 0 || blocks.second < 0);
             if (!same) {
                 walk(l, batch, head, from, i, span, base, s);
                 from = i;
@@ -119,11 +138,16 @@ void Step::walk(const Layer& l, const Batch& batch, int head, int from, int to, 
         if (ahead >= kBlock) next1 = m.kv(table(to - 1)[size_t(span) * 2 + 3], l, head);
         // Rows whose last position lies before this span have dropped out, and a window may begin behind it; they may lie
         // between the others.
-        const auto sees = [&](int row) { return batch.queries[size_t(row)].position >= span * kSpan && s.rows[size_t(row - base)].begin < (span + 1) * kSpan; };
+        const auto sees = [&](int row) {
+            return batch.queries[size_t(row)].position >= span * kSpan &&
+                   s.rows[size_t(row - base)].begin < (span + 1) * kSpan;
+        };
         for (int i = from; i < to;) {
             int j = i;
             while (j < to && sees(j)) j++;
-            if (j > i) k.attend[c.kv_bits == 8](kv0, kv1, next0, next1, s.rows.data() + (i - base), j - i, span * kSpan, heads);
+            if (j > i)
+                k.attend[c.kv_bits == 8](kv0, kv1, next0, next1, s.rows.data() + (i - base), j - i, span * kSpan,
+                                         heads);
             i = j + 1;
         }
     }
@@ -138,26 +162,34 @@ void Step::attend(const Layer& l, Batch& batch, int unit, Scratch& s) {
         const QueryRow& at = batch.queries[size_t(i)];
         float* state = s.state.data() + (i - span.from) * floats;
         k.start_row(state, heads, l.sinks ? l.sinks + head * heads.group : nullptr);
-        s.rows[size_t(i - span.from)] = {query(l, at.source, head * heads.group), state, at.position + 1, begin_of(l, at.position)};
+        s.rows[size_t(i - span.from)] = {query(l, at.source, head * heads.group), state, at.position + 1,
+                                         begin_of(l, at.position)};
         begin = std::min(begin, begin_of(l, at.position));
     }
     walk(l, batch, head, span.from, span.to, begin / kSpan, span.from, s);
     for (int i = span.from; i < span.to; i++) {
         const Tile& tile = batch.attended.of(i);
         k.finish_row(s.rows[size_t(i - span.from)].state, heads, s.row.data());
-        if (l.gate.data) k.gate_by(s.row.data(), reinterpret_cast<const float*>(gates.data()) + size_t(batch.queries[size_t(i)].source) * l.inner() + head * width, width, false);
+        if (l.gate.data)
+            k.gate_by(s.row.data(),
+                      reinterpret_cast<const float*>(gates.data()) +
+                          size_t(batch.queries[size_t(i)].source) * l.inner() + head * width,
+                      width, false);
         k.quantise(s.row.data(), width, tile, i - tile.first, head * width);
     }
 }
 
 void Step::mix_attention(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s) {
-    const int parts = all.normed.tiles.size() < 16 ? 1 : 4;  // of the rows: a head is too large a unit for the end of a phase
+    const int parts =
+        all.normed.tiles.size() < 16 ? 1 : 4;  // of the rows: a head is too large a unit for the end of a phase
     const int units = l.heads + (l.kv_layer < 0 ? 2 * l.kv_heads : 0) + (l.gate.data ? l.heads : 0);
     share(counter++, units * parts, [&](int unit) { project_head(l, unit / parts, unit % parts, parts, s); });
     meet(thread, kQkv);
     if (l.norm_over_heads) {
         share(counter++, all.rows, [&](int row) {
-            float *x = reinterpret_cast<float*>(mixed.data()) + size_t(row) * size_t(l.heads + l.kv_heads) * size_t(l.dim), *key = x + l.heads * l.dim;
+            float *x = reinterpret_cast<float*>(mixed.data()) +
+                       size_t(row) * size_t(l.heads + l.kv_heads) * size_t(l.dim),
+                  *key = x + l.heads * l.dim;
             if (l.q_norm.weight) normalise(l.q_norm, x, l.heads * l.dim, x);
             for (int h = 0; h < l.heads; h++) finish_query(l, h, row, x + h * l.dim);
             if (l.kv_layer >= 0) return;

@@ -15,22 +15,30 @@
 #include "kernels.h"
 #include "simd.h"
 
-namespace shoal { namespace {
+namespace shoal {
+namespace {
 
 constexpr int kHeadsAtOnce = kMaxRows > 4 ? 4 : 1;
-inline I broadcast_word(const void* p) { int32_t x; memcpy(&x, p, 4); return iset(x); }
+inline I broadcast_word(const void* p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return iset(x);
+}
 
 // Four cache lines; a block and head of dim d is d / 2 times that, or d / 4 and one more.
 inline void fetch(const uint8_t* p) {
     for (int i = 0; i < 4; i++) __builtin_prefetch(p + i * 64, 0, 2);
 }
 
-inline const float* scales_at(const uint8_t* kv, const Heads& h) { return reinterpret_cast<const float*>(kv + (h.dim + h.v_dim) * kBlock); }
+inline const float* scales_at(const uint8_t* kv, const Heads& h) {
+    return reinterpret_cast<const float*>(kv + (h.dim + h.v_dim) * kBlock);
+}
 
 // scores[h][16 * v ..] of kVectors x 16 tokens; vectors 0, 1 are of block kv0 and 2, 3 of kv1.
 // On the way, all lines of the block at `ahead` are asked for.
 template <int kHeads, int kVectors>
-inline void scores(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* q, const Heads& heads, float (*out)[kSpan], const uint8_t* ahead) {
+inline void scores(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* q, const Heads& heads, float (*out)[kSpan],
+                   const uint8_t* ahead) {
     const int dim = heads.dim;
     F acc[kHeads][kVectors];
     for (int h = 0; h < kHeads; h++)
@@ -53,7 +61,8 @@ inline void scores(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* q, con
 
 // The same of codes: an exact integer times both scales.
 template <int kHeads, int kVectors>
-inline void scores_of_codes(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* q, const Heads& heads, float (*out)[kSpan], const uint8_t* ahead) {
+inline void scores_of_codes(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* q, const Heads& heads,
+                            float (*out)[kSpan], const uint8_t* ahead) {
     const int dim = heads.dim;
     Scaled row[kHeads];
     I acc[kHeads][kVectors];
@@ -76,14 +85,15 @@ inline void scores_of_codes(const uint8_t* kv0, const uint8_t* kv1, const uint8_
     }
     for (int v = 0; v < kVectors; v++) {
         const F scale = load(scales_at(v < 2 ? kv0 : kv1, heads) + (v % 2) * 16);
-        for (int h = 0; h < kHeads; h++) store(out[h] + 16 * v, mul(to_float(acc[h][v]), mul(scale, set(row[h].scale))));
+        for (int h = 0; h < kHeads; h++)
+            store(out[h] + 16 * v, mul(to_float(acc[h][v]), mul(scale, set(row[h].scale))));
     }
 }
 
 // acc[h][d ..] += weights x V for 16 * kVectors outputs from d, of tokens `from` to n - 1: an odd first and last one are masked.
 template <int kHeads, int kVectors>
-inline void values(const uint8_t* v0, const uint8_t* v1, const uint16_t (*p)[kSpan], const float*, int from, int n, int dim, int d,
-                   float* out, const uint8_t* ahead) {
+inline void values(const uint8_t* v0, const uint8_t* v1, const uint16_t (*p)[kSpan], const float*, int from, int n,
+                   int dim, int d, float* out, const uint8_t* ahead) {
     F acc[kHeads][kVectors];
     for (int h = 0; h < kHeads; h++)
         for (int v = 0; v < kVectors; v++) acc[h][v] = load(out + h * dim + d + 16 * v);
@@ -93,7 +103,8 @@ inline void values(const uint8_t* v0, const uint8_t* v1, const uint16_t (*p)[kSp
     if (from % 2) {  // the slot before the first token may hold anything, NaN included
         for (int h = 0; h < kHeads; h++)
             for (int v = 0; v < kVectors; v++)
-                acc[h][v] = dotbf(acc[h][v], iand(iload(at(t) + v * 64), iset(int(0xffff0000))), iset(int(uint32_t(p[h][2 * t + 1]) << 16)));
+                acc[h][v] = dotbf(acc[h][v], iand(iload(at(t) + v * 64), iset(int(0xffff0000))),
+                                  iset(int(uint32_t(p[h][2 * t + 1]) << 16)));
         t++;
     }
     for (; t < pairs; t++) {
@@ -119,8 +130,8 @@ inline void values(const uint8_t* v0, const uint8_t* v1, const uint16_t (*p)[kSp
 
 // The same of codes: the weights (times V's scales) are codes too, times by[h] / 255 of the span; those of other tokens are 0.
 template <int kHeads, int kVectors>
-inline void values_of_codes(const uint8_t* v0, const uint8_t* v1, const uint16_t (*p)[kSpan], const float* by, int from, int n, int dim,
-                            int d, float* out, const uint8_t* ahead) {
+inline void values_of_codes(const uint8_t* v0, const uint8_t* v1, const uint16_t (*p)[kSpan], const float* by, int from,
+                            int n, int dim, int d, float* out, const uint8_t* ahead) {
     I acc[kHeads][kVectors];
     for (int h = 0; h < kHeads; h++)
         for (int v = 0; v < kVectors; v++) acc[h][v] = iset(0);
@@ -147,7 +158,8 @@ inline void values_of_codes(const uint8_t* v0, const uint8_t* v1, const uint16_t
 // Scores become weights 2^(score - max) in bf16; the row's sums and values are rescaled when the maximum rose. Over codes
 // (`scales` are V's of both blocks) they become codes 0 to 255 of the weights times these scales, and the result is the unit.
 template <bool kEight>
-inline float soften(float* s, int from, int n, float cap, float& max, float* sum, float* acc, int dim, uint16_t* p, const float* const* scales) {
+inline float soften(float* s, int from, int n, float cap, float& max, float* sum, float* acc, int dim, uint16_t* p,
+                    const float* const* scales) {
     const int vectors = (n + 15) / 16;
     F top = set(max);
     for (int v = 0; v < vectors; v++) {
@@ -191,36 +203,45 @@ inline float soften(float* s, int from, int n, float cap, float& max, float* sum
 
 // Tokens `from` to n - 1 of the span.
 template <int kHeads, bool kEight>
-inline void attend_row(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1, const Row& row, int from, int n,
-                       int head, const Heads& heads) {
+inline void attend_row(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1,
+                       const Row& row, int from, int n, int head, const Heads& heads) {
     alignas(64) float s[kHeads][kSpan];
     alignas(64) uint16_t p[kHeads][kSpan];
     float by[kHeads];
     const int dim = heads.v_dim, padded = (heads.group + 15) / 16 * 16, v_at = heads.dim * kBlock * (kEight ? 1 : 2);
     const uint8_t* q = row.q + head * heads.dim * 2;
     const float* scales[2] = {scales_at(kv0, heads) + kBlock, scales_at(kv1, heads) + kBlock};
-    float *max = row.state + head, *sum = row.state + padded + head * 16, *acc = row.state + padded + heads.group * 16 + head * dim;
-    const auto score = n > kBlock ? (kEight ? scores_of_codes<kHeads, 4> : scores<kHeads, 4>) : (kEight ? scores_of_codes<kHeads, 2> : scores<kHeads, 2>);
+    float *max = row.state + head, *sum = row.state + padded + head * 16,
+          *acc = row.state + padded + heads.group * 16 + head * dim;
+    const auto score = n > kBlock ? (kEight ? scores_of_codes<kHeads, 4> : scores<kHeads, 4>)
+                                  : (kEight ? scores_of_codes<kHeads, 2> : scores<kHeads, 2>);
     score(kv0, kv1, q, heads, s, next0);
-    for (int h = 0; h < kHeads; h++) by[h] = soften<kEight>(s[h], from, n, heads.cap, max[h], sum + 16 * h, acc + h * dim, dim, p[h], scales);
+    for (int h = 0; h < kHeads; h++)
+        by[h] = soften<kEight>(s[h], from, n, heads.cap, max[h], sum + 16 * h, acc + h * dim, dim, p[h], scales);
     for (int d = 0; d < dim; d += dim - d >= 64 ? 64 : 16) {
         const uint8_t* ahead = next1 && dim - d >= 64 ? next1 + d * (kEight ? 64 : 128) : nullptr;
-        const auto add = dim - d >= 64 ? (kEight ? values_of_codes<kHeads, 4> : values<kHeads, 4>) : (kEight ? values_of_codes<kHeads, 1> : values<kHeads, 1>);
+        const auto add = dim - d >= 64 ? (kEight ? values_of_codes<kHeads, 4> : values<kHeads, 4>)
+                                       : (kEight ? values_of_codes<kHeads, 1> : values<kHeads, 1>);
         add(kv0 + v_at, kv1 + v_at, p, by, from, n, dim, d, acc, ahead);
     }
 }
 
 template <bool kEight>
-void attend(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1, const Row* rows, int count, int first,
-            const Heads& heads) {
+void attend(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1, const Row* rows,
+            int count, int first, const Heads& heads) {
     constexpr int kTwo = kHeadsAtOnce >= 2 ? 2 : 1, kThree = kHeadsAtOnce >= 3 ? 3 : 1;
     for (int r = 0; r < count; r++) {
-        const int left = rows[r].limit - first, n = left < kSpan ? left : kSpan, from = rows[r].begin > first ? rows[r].begin - first : 0;
+        const int left = rows[r].limit - first, n = left < kSpan ? left : kSpan,
+                  from = rows[r].begin > first ? rows[r].begin - first : 0;
         int h = 0;
-        const uint8_t *n0 = r ? nullptr : next0, *n1 = r ? nullptr : next1;  // the first row fetches what comes next for all
-        for (; kHeadsAtOnce >= 4 && h + 4 <= heads.group; h += 4) attend_row<kHeadsAtOnce, kEight>(kv0, kv1, n0, n1, rows[r], from, n, h, heads);
-        if (kThree == 3 && heads.group - h == 3) attend_row<kThree, kEight>(kv0, kv1, n0, n1, rows[r], from, n, h, heads), h += 3;
-        if (kTwo == 2 && heads.group - h == 2) attend_row<kTwo, kEight>(kv0, kv1, n0, n1, rows[r], from, n, h, heads), h += 2;
+        const uint8_t *n0 = r ? nullptr : next0,
+                      *n1 = r ? nullptr : next1;  // the first row fetches what comes next for all
+        for (; kHeadsAtOnce >= 4 && h + 4 <= heads.group; h += 4)
+            attend_row<kHeadsAtOnce, kEight>(kv0, kv1, n0, n1, rows[r], from, n, h, heads);
+        if (kThree == 3 && heads.group - h == 3)
+            attend_row<kThree, kEight>(kv0, kv1, n0, n1, rows[r], from, n, h, heads), h += 3;
+        if (kTwo == 2 && heads.group - h == 2)
+            attend_row<kTwo, kEight>(kv0, kv1, n0, n1, rows[r], from, n, h, heads), h += 2;
         for (; h < heads.group; h++) attend_row<1, kEight>(kv0, kv1, n0, n1, rows[r], from, n, h, heads);
     }
 }
@@ -241,4 +262,5 @@ void finish_row(const float* state, const Heads& heads, float* out) {
     }
 }
 
-}}  // namespace shoal::(anonymous)
+}
+}  // namespace shoal::(anonymous)

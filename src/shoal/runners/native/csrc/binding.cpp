@@ -15,15 +15,19 @@ using namespace shoal;
 namespace {
 
 // Missing keys and values of another kind are the file's fault.
-template <class T> T get(const nb::dict& d, const char* key) {
+template <class T>
+T get(const nb::dict& d, const char* key) {
     T out{};
-    if (!d.contains(key) || !nb::try_cast(d[key], out)) throw FormatError(std::string("the model's ") + key + " is missing or no number");
+    if (!d.contains(key) || !nb::try_cast(d[key], out))
+        throw FormatError(std::string("the model's ") + key + " is missing or no number");
     return out;
 }
-template <class T> void take(const nb::dict& d, const char* key, T& to) {
+template <class T>
+void take(const nb::dict& d, const char* key, T& to) {
     if (d.contains(key)) to = get<T>(d, key);
 }
-template <class E> void take_kind(const nb::dict& d, const char* key, int kinds, E& to) {
+template <class E>
+void take_kind(const nb::dict& d, const char* key, int kinds, E& to) {
     int kind = int(to);
     take(d, key, kind);
     if (kind < 0 || kind >= kinds) throw FormatError(std::string("the model's ") + key + " is unknown");
@@ -44,18 +48,41 @@ LayerFacts layer_of(const nb::dict& d) {
     }
     take_kind(d, "mixer", 5, l.mixer), take_kind(d, "feed", 3, l.feed), take_kind(d, "routing", 3, l.routing);
     take_kind(d, "activation", 4, l.activation), take_kind(d, "shared_activation", 4, l.shared_activation);
-    const std::pair<const char*, int*> integers[] = {
-        {"heads", &l.heads}, {"kv_heads", &l.kv_heads}, {"dim", &l.dim}, {"v_dim", &l.v_dim}, {"window", &l.window}, {"rotary", &l.rotary}, {"kv_layer", &l.kv_layer},
-        {"query_length", &l.query_length}, {"taps", &l.taps}, {"norm_groups", &l.norm_groups}, {"ff", &l.ff}, {"experts", &l.experts}, {"used", &l.used},
-        {"shared", &l.shared}, {"groups", &l.groups}, {"groups_used", &l.groups_used}};
-    const std::pair<const char*, float*> floats[] = {{"scale", &l.scale}, {"cap", &l.cap}, {"query_beta", &l.query_beta}, {"l2_eps", &l.l2_eps}, {"least_step", &l.least_step},
-                                                     {"most_step", &l.most_step}, {"route_scale", &l.route_scale}, {"residual_scale", &l.residual_scale}, {"output_scale", &l.output_scale}};
-    const std::pair<const char*, bool*> flags[] = {{"norm_over_heads", &l.norm_over_heads}, {"keys_are_values", &l.keys_are_values}, {"normalise", &l.normalise}, {"takes_input", &l.takes_input}};
+    const std::pair<const char*, int*> integers[] = {{"heads", &l.heads},
+                                                     {"kv_heads", &l.kv_heads},
+                                                     {"dim", &l.dim},
+                                                     {"v_dim", &l.v_dim},
+                                                     {"window", &l.window},
+                                                     {"rotary", &l.rotary},
+                                                     {"kv_layer", &l.kv_layer},
+                                                     {"query_length", &l.query_length},
+                                                     {"taps", &l.taps},
+                                                     {"norm_groups", &l.norm_groups},
+                                                     {"ff", &l.ff},
+                                                     {"experts", &l.experts},
+                                                     {"used", &l.used},
+                                                     {"shared", &l.shared},
+                                                     {"groups", &l.groups},
+                                                     {"groups_used", &l.groups_used}};
+    const std::pair<const char*, float*> floats[] = {{"scale", &l.scale},
+                                                     {"cap", &l.cap},
+                                                     {"query_beta", &l.query_beta},
+                                                     {"l2_eps", &l.l2_eps},
+                                                     {"least_step", &l.least_step},
+                                                     {"most_step", &l.most_step},
+                                                     {"route_scale", &l.route_scale},
+                                                     {"residual_scale", &l.residual_scale},
+                                                     {"output_scale", &l.output_scale}};
+    const std::pair<const char*, bool*> flags[] = {{"norm_over_heads", &l.norm_over_heads},
+                                                   {"keys_are_values", &l.keys_are_values},
+                                                   {"normalise", &l.normalise},
+                                                   {"takes_input", &l.takes_input}};
     for (auto [key, to] : integers) take(d, key, *to), known += d.contains(key);
     for (auto [key, to] : floats) take(d, key, *to), known += d.contains(key);
     for (auto [key, to] : flags) take(d, key, *to), known += d.contains(key);
     take(d, "key_of", l.key_of);
-    for (const char* key : {"mixer", "feed", "routing", "activation", "shared_activation", "key_of"}) known += d.contains(key);
+    for (const char* key : {"mixer", "feed", "routing", "activation", "shared_activation", "key_of"})
+        known += d.contains(key);
     if (known != d.size()) throw FormatError("a layer has settings that these kernels do not know");
     return l;
 }
@@ -64,7 +91,8 @@ LayerFacts layer_of(const nb::dict& d) {
 Config config_of(const nb::dict& d) {
     Config c;
     c.embd = get<int>(d, "embd"), c.vocab = get<int>(d, "vocab"), c.context = get<int>(d, "context");
-    c.embedding_scale = get<float>(d, "embedding_scale"), c.logit_scale = get<float>(d, "logit_scale"), c.cap = get<float>(d, "cap");
+    c.embedding_scale = get<float>(d, "embedding_scale"), c.logit_scale = get<float>(d, "logit_scale"),
+    c.cap = get<float>(d, "cap");
     c.norm = norm_of(get<nb::dict>(d, "norm"));
     for (nb::handle item : get<nb::list>(d, "rotaries")) {
         nb::dict rotary;
@@ -77,7 +105,9 @@ Config config_of(const nb::dict& d) {
         c.layers.push_back(layer_of(layer));
     }
     if (const nb::dict inputs = get<nb::dict>(d, "inputs"); inputs.size())
-        c.inputs = {get<int>(inputs, "size"), get<float>(inputs, "embedding_scale"), get<float>(inputs, "project_scale"), get<float>(inputs, "scale"), norm_of(get<nb::dict>(inputs, "norm"))};
+        c.inputs = {get<int>(inputs, "size"), get<float>(inputs, "embedding_scale"),
+                    get<float>(inputs, "project_scale"), get<float>(inputs, "scale"),
+                    norm_of(get<nb::dict>(inputs, "norm"))};
     c.kv_bits = get<int>(d, "kv_bits");
     return c;
 }
@@ -89,13 +119,16 @@ void set_runner(Config& c, const nb::dict& d) {
 
 Entry entry_of(const nb::dict& d) {
     Entry e;
-    e.name = get<std::string>(d, "name"), e.offset = get<size_t>(d, "offset"), e.n = get<int>(d, "n"), e.k = get<int>(d, "k");
+    e.name = get<std::string>(d, "name"), e.offset = get<size_t>(d, "offset"), e.n = get<int>(d, "n"),
+    e.k = get<int>(d, "k");
     e.codes = get<int>(d, "codes"), e.scales = get<int>(d, "scales");
-    e.offset_log2 = get<int>(d, "offset_log2"), e.unit_log2 = get<int>(d, "unit_log2"), e.table = get<std::vector<int>>(d, "table");
+    e.offset_log2 = get<int>(d, "offset_log2"), e.unit_log2 = get<int>(d, "unit_log2"),
+    e.table = get<std::vector<int>>(d, "table");
     return e;
 }
 
-Packed packed_of(const std::string& path, size_t start, const nb::list& entries, const std::vector<std::pair<size_t, uint64_t>>& pieces) {
+Packed packed_of(const std::string& path, size_t start, const nb::list& entries,
+                 const std::vector<std::pair<size_t, uint64_t>>& pieces) {
     Packed packed;
     packed.path = path, packed.start = start;
     for (nb::handle e : entries) packed.entries.push_back(entry_of(nb::cast<nb::dict>(e)));
@@ -110,17 +143,20 @@ using Source = nb::ndarray<const uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, 
 void pack(const nb::dict& entry, const std::string& type, Source raw, int first, int count, Bytes out) {
     const Matrix form = form_of(entry_of(entry));
     const bool inside = first >= 0 && count >= 0 && first <= form.strips && count <= form.strips - first;
-    if (!inside || raw.size() != row_bytes(type, form.k) * size_t(form.n) || out.size() != form.strip_bytes * size_t(count))
+    if (!inside || raw.size() != row_bytes(type, form.k) * size_t(form.n) ||
+        out.size() != form.strip_bytes * size_t(count))
         throw FormatError("what is packed does not have the size of its form");
     nb::gil_scoped_release release;
     pack_strips(form, type, raw.data(), first, count, out.data());
 }
 
 // Row `row` of a packed matrix, as float32.
-void unpack(const nb::dict& entry, Source packed, int row, nb::ndarray<float, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+void unpack(const nb::dict& entry, Source packed, int row,
+            nb::ndarray<float, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
     Matrix form = form_of(entry_of(entry));
     form.data = packed.data();
-    if (row < 0 || row >= form.strips * kStrip || packed.size() != form.strip_bytes * size_t(form.strips) || out.size() != size_t(form.k))
+    if (row < 0 || row >= form.strips * kStrip || packed.size() != form.strip_bytes * size_t(form.strips) ||
+        out.size() != size_t(form.k))
         throw FormatError("what is unpacked does not have the size of its form");
     unpack_row(form, row, out.data());
 }
@@ -133,7 +169,8 @@ Plan plan_of(const nb::list& sequences, std::vector<std::pair<int, int>> copies,
         if (t.size() != 9) throw PlanError("a sequence is (tokens, start, table, want, top, rows, id, load, save)");
         const int want = nb::cast<int>(t[3]);
         if (want < 0 || want > 3) throw PlanError("unknown want");
-        plan.sequences.push_back({nb::cast<std::vector<int>>(t[0]), nb::cast<std::vector<int>>(t[2]), nb::cast<int>(t[1]), nb::cast<int>(t[4]), nb::cast<int>(t[5]), Want(want),
+        plan.sequences.push_back({nb::cast<std::vector<int>>(t[0]), nb::cast<std::vector<int>>(t[2]),
+                                  nb::cast<int>(t[1]), nb::cast<int>(t[4]), nb::cast<int>(t[5]), Want(want),
                                   nb::cast<int64_t>(t[6]), nb::cast<int>(t[7]), nb::cast<int>(t[8])});
     }
     return plan;
@@ -141,11 +178,14 @@ Plan plan_of(const nb::list& sequences, std::vector<std::pair<int, int>> copies,
 
 using Logits = nb::ndarray<float, nb::numpy, nb::c_contig, nb::device::cpu>;
 
-std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, const nb::list& sequences, std::vector<std::pair<int, int>> copies, int chain, Logits logits) {
+std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, const nb::list& sequences,
+                                                                std::vector<std::pair<int, int>> copies, int chain,
+                                                                Logits logits) {
     const Plan plan = plan_of(sequences, std::move(copies), chain);
     size_t rows = 0;
     for (const auto& s : plan.sequences) rows += s.want == Want::kLogits ? size_t(std::max(s.rows, 0)) : 0;
-    if (logits.ndim() != 2 || logits.shape(0) < rows || logits.shape(1) != size_t(model.config().vocab)) throw PlanError("logits has the wrong shape");
+    if (logits.ndim() != 2 || logits.shape(0) < rows || logits.shape(1) != size_t(model.config().vocab))
+        throw PlanError("logits has the wrong shape");
     nb::gil_scoped_release release;
     Answer answer = model.run(plan, logits.data());
     return {std::move(answer.tokens), std::move(answer.tops)};
@@ -163,24 +203,31 @@ NB_MODULE(_core, m) {
         for (const Kernels* kernels : supported_kernels()) names.push_back(kernels->name);
         return names;
     });
-    m.def("cpus", &available_cpus, nb::arg("root") = "", "Cores this process may use: physical ones, within a container's quota.");
-    m.def("strips_of", [](const nb::dict& entry) {
-        const Matrix form = form_of(entry_of(entry));
-        return std::pair<size_t, size_t>(form.strip_bytes, size_t(form.strips));
-    }, "Bytes of a strip, and how many strips there are. FormatError when there is no kernel for the form.");
+    m.def("cpus", &available_cpus, nb::arg("root") = "",
+          "Cores this process may use: physical ones, within a container's quota.");
+    m.def(
+        "strips_of",
+        [](const nb::dict& entry) {
+            const Matrix form = form_of(entry_of(entry));
+            return std::pair<size_t, size_t>(form.strip_bytes, size_t(form.strips));
+        },
+        "Bytes of a strip, and how many strips there are. FormatError when there is no kernel for the form.");
     m.def("pack", &pack);
     m.def("unpack", &unpack);
     m.def("hash", [](Source data) { return hash_of(data.data(), data.size()); });
-    m.def("sizes", [](const nb::dict& facts) {
-        std::vector<Layer> layers;
-        size_t floats = 0;
-        const size_t block = lay_out(config_of(facts), layers, floats);
-        return std::pair<size_t, size_t>(block, floats * sizeof(float));
-    }, "Bytes of a block of KV and of a sequence's recurrent state. FormatError for what the kernels cannot do.");
+    m.def(
+        "sizes",
+        [](const nb::dict& facts) {
+            std::vector<Layer> layers;
+            size_t floats = 0;
+            const size_t block = lay_out(config_of(facts), layers, floats);
+            return std::pair<size_t, size_t>(block, floats * sizeof(float));
+        },
+        "Bytes of a block of KV and of a sequence's recurrent state. FormatError for what the kernels cannot do.");
     nb::class_<Model>(m, "Core")
         .def("__init__",
-             [](Model* self, const nb::dict& facts, const nb::dict& runner, const std::string& path, size_t start, const nb::list& entries,
-                const std::vector<std::pair<size_t, uint64_t>>& pieces) {
+             [](Model* self, const nb::dict& facts, const nb::dict& runner, const std::string& path, size_t start,
+                const nb::list& entries, const std::vector<std::pair<size_t, uint64_t>>& pieces) {
                  const Packed packed = packed_of(path, start, entries, pieces);
                  Config c = config_of(facts);
                  set_runner(c, runner);

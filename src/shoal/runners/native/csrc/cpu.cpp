@@ -40,7 +40,9 @@ struct Cpu {
         return true;
     }
     bool avx2() const { return (state & 6) == 6 && all(one_c, {12, 28, 29}) && all(seven_b, {5}); }  // fma, avx, f16c
-    bool avx512() const { return avx2() && (state & 0xe6) == 0xe6 && all(seven_b, {16, 17, 30, 31}) && all(seven_c, {11}); }  // f, dq, bw, vl; vnni
+    bool avx512() const {
+        return avx2() && (state & 0xe6) == 0xe6 && all(seven_b, {16, 17, 30, 31}) && all(seven_c, {11});
+    }  // f, dq, bw, vl; vnni
     bool bf16() const { return all(more_a, {5}); }
     bool avx_vnni() const { return all(more_a, {4}); }
     bool amx() const { return (state >> 17 & 3) == 3 && all(seven_d, {24, 25}); }  // tiles, int8

@@ -18,22 +18,26 @@
 namespace shoal {
 
 // Strips unit * most .. of gate and up, of the tiles from .. to - 1.
-void Step::gate_up(const FeedForward& f, const Acts& in, const Acts& out, int from, int to, int expert, int unit, int most, Scratch& s) {
-    const int all_strips = f.width / kStrip, first = unit * most, strips = std::min(most, all_strips - first), width = strips * kStrip;
+void Step::gate_up(const FeedForward& f, const Acts& in, const Acts& out, int from, int to, int expert, int unit,
+                   int most, Scratch& s) {
+    const int all_strips = f.width / kStrip, first = unit * most, strips = std::min(most, all_strips - first),
+              width = strips * kStrip;
     for (int t = from; t < to; t++) {
         const Tile& tile = in.tiles[size_t(t)];
         k.product(f.up, expert * all_strips + first, strips, tile, s.two.data(), width, false);
         if (f.gate.data) k.product(f.gate, expert * all_strips + first, strips, tile, s.one.data(), width, false);
         float* inner = f.gate.data ? s.one.data() : s.two.data();
         k.activate(f.activation, inner, f.gate.data ? s.two.data() : nullptr, tile.rows * width, 1.702f, 7.f);
-        for (int i = 0; i < tile.rows; i++) k.quantise(inner + i * width, width, out.tiles[size_t(t)], i, first * kStrip);
+        for (int i = 0; i < tile.rows; i++)
+            k.quantise(inner + i * width, width, out.tiles[size_t(t)], i, first * kStrip);
     }
 }
 
 void Step::feed_forward(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s) {
     if (l.feed == Feed::kMixture) return mixture(l, b, thread, counter, s);
     const int most = strips_of(b.rows, l.ff);
-    share(counter++, units_of(b.rows, l.ff), [&](int unit) { gate_up(l.dense, b.normed, b.inner, 0, int(b.normed.tiles.size()), 0, unit, most, s); });
+    share(counter++, units_of(b.rows, l.ff),
+          [&](int unit) { gate_up(l.dense, b.normed, b.inner, 0, int(b.normed.tiles.size()), 0, unit, most, s); });
     meet(thread, kGateUp);
     const bool at_once = adds_at_once(l.ff_post_norm, l);
     project(b, b.inner, l.dense.down, counter++, at_once ? b.x : b.delta, c.embd, at_once);
@@ -61,13 +65,16 @@ void Step::choose(const Layer& l, int row) {
             float first = -INFINITY, second = -INFINITY;
             for (int e = g * per_group; e < (g + 1) * per_group; e++) {
                 const float x = rank(e);
-                if (x > first) second = first, first = x;
-                else if (x > second) second = x;
+                if (x > first)
+                    second = first, first = x;
+                else if (x > second)
+                    second = x;
             }
             groups.emplace_back(per_group > 1 ? first + second : first, g);
         }
         std::stable_sort(groups.begin(), groups.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-        for (int g = l.groups_used; g < l.groups; g++) std::fill_n(taken.begin() + groups[size_t(g)].second * per_group, per_group, 1);
+        for (int g = l.groups_used; g < l.groups; g++)
+            std::fill_n(taken.begin() + groups[size_t(g)].second * per_group, per_group, 1);
     }
     int* choice = chosen.data() + size_t(row) * l.used;
     float *weight = weights.data() + size_t(row) * l.used, sum = 0;
@@ -118,7 +125,8 @@ void Step::gather(const Acts& in, int unit) {
         for (int j = 0; j < c.embd / 4; j++) memcpy(to.quad(j, i), from.quad(j, r), 4);
         for (int g = 0; g < groups; g++) {
             to.s[g * to.rows + i] = from.s[g * from.rows + r], to.t[g * to.rows + i] = from.t[g * from.rows + r];
-            for (int half = 2 * g; half < 2 * g + 2; half++) to.nsum[half * to.rows + i] = from.nsum[half * from.rows + r];
+            for (int half = 2 * g; half < 2 * g + 2; half++)
+                to.nsum[half * to.rows + i] = from.nsum[half * from.rows + r];
         }
         for (int j = 0; to.x && j < c.embd; j++) to.x[size_t(j) * to.rows + i] = from.x[size_t(j) * from.rows + r];
     }
@@ -130,7 +138,8 @@ void Step::mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratc
     share(counter++, columns / kStrip, [&](int strip) {
         const bool gate = strip >= l.router.strips;
         for (const Tile& tile : b.normed.tiles)
-            k.product(gate ? l.shared_gate : l.router, gate ? 0 : strip, 1, tile, scores.data() + size_t(tile.first) * columns + strip * kStrip, columns, false);
+            k.product(gate ? l.shared_gate : l.router, gate ? 0 : strip, 1, tile,
+                      scores.data() + size_t(tile.first) * columns + strip * kStrip, columns, false);
     });
     meet(thread, kRoute);
     share(counter++, b.rows, [&](int row) { choose(l, row); });
@@ -141,25 +150,33 @@ void Step::mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratc
     meet(thread, kRoute);
     // Units: those of the shared feed-forward first, then those of each run.
     const int active = int(runs.size()), strips = l.ff / kStrip, outputs = c.embd / kStrip;
-    const auto most_of = [&](int width) { return std::min(std::max(width * active / (m.threads() * 8), 1), kMostStrips); };
-    const int shared_most = strips_of(b.rows, std::max(l.shared, kStrip)), shared_units = l.shared ? units_of(b.rows, l.shared) : 0;
+    const auto most_of = [&](int width) {
+        return std::min(std::max(width * active / (m.threads() * 8), 1), kMostStrips);
+    };
+    const int shared_most = strips_of(b.rows, std::max(l.shared, kStrip)),
+              shared_units = l.shared ? units_of(b.rows, l.shared) : 0;
     const int inner_most = most_of(strips), inner_units = (strips + inner_most - 1) / inner_most;
     share(counter++, shared_units + active * inner_units, [&](int unit) {
-        if (unit < shared_units) return gate_up(l.dense, shared_in, b.inner, 0, int(shared_in.tiles.size()), 0, unit, shared_most, s);
+        if (unit < shared_units)
+            return gate_up(l.dense, shared_in, b.inner, 0, int(shared_in.tiles.size()), 0, unit, shared_most, s);
         const Run& run = runs[size_t((unit - shared_units) / inner_units)];
-        gate_up(l.expert, pairs, pair_inner, run.from, run.to, run.expert, (unit - shared_units) % inner_units, inner_most, s);
+        gate_up(l.expert, pairs, pair_inner, run.from, run.to, run.expert, (unit - shared_units) % inner_units,
+                inner_most, s);
     });
     meet(thread, kGateUp);
     const int out_most = most_of(outputs), out_units = (outputs + out_most - 1) / out_most;
     const int shared_out = l.shared ? outputs : 0;
     share(counter++, shared_out + active * out_units, [&](int unit) {
         const bool shared = unit < shared_out;
-        const Run run = shared ? Run{0, 0, 0, int(b.inner.tiles.size())} : runs[size_t((unit - shared_out) / out_units)];
-        const int first = shared ? unit : (unit - shared_out) % out_units * out_most, count = shared ? 1 : std::min(out_most, outputs - first);
+        const Run run =
+            shared ? Run{0, 0, 0, int(b.inner.tiles.size())} : runs[size_t((unit - shared_out) / out_units)];
+        const int first = shared ? unit : (unit - shared_out) % out_units * out_most,
+                  count = shared ? 1 : std::min(out_most, outputs - first);
         float* out = shared ? b.delta : reinterpret_cast<float*>(pair_out.data());
         for (int t = run.from; t < run.to; t++) {
             const Tile& tile = (shared ? b.inner : pair_inner).tiles[size_t(t)];
-            k.product(shared ? l.dense.down : l.expert.down, run.expert * outputs + first, count, tile, out + size_t(tile.first) * c.embd + first * kStrip, c.embd, false);
+            k.product(shared ? l.dense.down : l.expert.down, run.expert * outputs + first, count, tile,
+                      out + size_t(tile.first) * c.embd + first * kStrip, c.embd, false);
         }
     });
     meet(thread, kDown);

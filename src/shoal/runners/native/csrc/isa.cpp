@@ -23,9 +23,25 @@ static_assert(kMaxRows <= kVectorRows);
 #endif
 
 const Kernels* SHOAL_NAME(SHOAL_ISA)() {
-    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA), kMostRows, kProduct, quantise, rms_norm, layer_norm, activate,
-                                      gate_by, add_scaled, soft_cap, convolve, recur, rotate, to_bf16_row, start_row, to_codes,
-                                      {attend<false>, attend<true>}, finish_row, best_of};
+    static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA),
+                                      kMostRows,
+                                      kProduct,
+                                      quantise,
+                                      rms_norm,
+                                      layer_norm,
+                                      activate,
+                                      gate_by,
+                                      add_scaled,
+                                      soft_cap,
+                                      convolve,
+                                      recur,
+                                      rotate,
+                                      to_bf16_row,
+                                      start_row,
+                                      to_codes,
+                                      {attend<false>, attend<true>},
+                                      finish_row,
+                                      best_of};
     return &table;
 }
 

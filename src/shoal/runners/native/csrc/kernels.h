@@ -7,8 +7,16 @@
 namespace shoal {
 
 // Static: each translation unit keeps its own, compiled for its own instruction set.
-static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+static inline uint32_t bits_of(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+static inline float float_of(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
 static inline uint16_t to_bf16(float x) {  // to nearest even; NaN stays NaN
     uint32_t u = bits_of(x);
     uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (u >> 16) | 0x40;
@@ -20,11 +28,11 @@ static inline float from_half(uint16_t h) {
     return float_of(sign | (exp == 31 ? 0x7f800000u : (exp + 112) << 23) | man << 13);
 }
 
-constexpr int kStrip = 32;   // outputs that lie side by side in a packed weight: two halves of 16 lanes
-constexpr int kGroup = 32;   // inputs that share the scale of an activation
+constexpr int kStrip = 32;      // outputs that lie side by side in a packed weight: two halves of 16 lanes
+constexpr int kGroup = 32;      // inputs that share the scale of an activation
 constexpr int kVectorRows = 8;  // the most rows of a tile for kernels without matrix registers
-constexpr int kBlock = 32;   // token slots of a KV block
-constexpr int kSpan = 64;    // tokens that one softmax update takes: two blocks, always split at multiples of 64
+constexpr int kBlock = 32;      // token slots of a KV block
+constexpr int kSpan = 64;       // tokens that one softmax update takes: two blocks, always split at multiples of 64
 
 // A packed weight of n outputs x k inputs: strips of 32 outputs, one after the other, read from front to back. A strip is a row of
 // blocks of 32 inputs, or of 256 where scales nest; a block has its scales, then the codes of each group of 32 inputs:
@@ -54,11 +62,33 @@ constexpr int kSpan = 64;    // tokens that one softmax update takes: two blocks
 // bits of a table with scales of 16: 146 bytes for 256.
 //
 // `offset` is a power of two, or 0 where there is a minimum.
-enum class Codes : int { kTwo = 2, kThree = 3, kFour = 4, kFive = 5, kSix = 6, kEight = 8, kTable = 12, kHalf = 16, kBf16 = 17, kFloat = 18 };
-enum class Scales : int { kNone = 0, kHalf = 1, kHalfMin = 2, kSix = 3, kByte = 4, kByte16 = 5, kNibbles = 6, kPower = 7 };
+enum class Codes : int {
+    kTwo = 2,
+    kThree = 3,
+    kFour = 4,
+    kFive = 5,
+    kSix = 6,
+    kEight = 8,
+    kTable = 12,
+    kHalf = 16,
+    kBf16 = 17,
+    kFloat = 18
+};
+enum class Scales : int {
+    kNone = 0,
+    kHalf = 1,
+    kHalfMin = 2,
+    kSix = 3,
+    kByte = 4,
+    kByte16 = 5,
+    kNibbles = 6,
+    kPower = 7
+};
 
 constexpr bool is_dense(Codes c) { return int(c) >= 16; }
-constexpr int low_bytes(Codes c) { return c <= Codes::kThree ? 128 : c == Codes::kEight ? 512 : 256; }  // of 16 outputs x 32 inputs
+constexpr int low_bytes(Codes c) {
+    return c <= Codes::kThree ? 128 : c == Codes::kEight ? 512 : 256;
+}  // of 16 outputs x 32 inputs
 constexpr int upper_bytes(Codes c) { return c == Codes::kThree || c == Codes::kFive ? 64 : c == Codes::kSix ? 128 : 0; }
 constexpr int group_bytes(Codes c) { return 2 * (low_bytes(c) + upper_bytes(c)); }
 constexpr bool has_min(Scales s) { return s == Scales::kHalfMin || s == Scales::kSix || s == Scales::kNibbles; }
@@ -94,14 +124,18 @@ struct Tile {
     float *s = nullptr, *t = nullptr, *x = nullptr;
     int32_t* nsum = nullptr;
     bool by_row() const { return rows > kVectorRows; }
-    int8_t* quad(int j, int row) const { return by_row() ? a + (size_t(j / 8) * size_t(rows) + size_t(row)) * kGroup + j % 8 * 4 : a + (size_t(j) * size_t(rows) + size_t(row)) * 4; }
+    int8_t* quad(int j, int row) const {
+        return by_row() ? a + (size_t(j / 8) * size_t(rows) + size_t(row)) * kGroup + j % 8 * 4
+                        : a + (size_t(j) * size_t(rows) + size_t(row)) * 4;
+    }
 };
 
 // One query row under attention, for one KV head. `state` is [group] maxima padded to 16, [group][16] sums, [group][v_dim].
 struct Row {
-    const uint8_t* q;  // [group][dim * 2 bytes], scaled by log2(e) and the scores' scale: bf16; or dim codes of 8 bits and their Scaled
+    const uint8_t*
+        q;  // [group][dim * 2 bytes], scaled by log2(e) and the scores' scale: bf16; or dim codes of 8 bits and their Scaled
     float* state;
-    int limit;         // it sees positions begin .. limit - 1
+    int limit;  // it sees positions begin .. limit - 1
     int begin;
 };
 // `dim` of queries and keys, `v_dim` of values. `cap` > 0: scores become cap * tanh(score / cap), in units of log2(e).
@@ -121,7 +155,9 @@ struct Scaled {
 //
 //   bf16   | K [dim/2][32 tokens][2] | V [16 pairs of tokens][v_dim][2] |
 //   8 bits | K [dim/4][32 tokens][4], codes + 128 | V [8 quads of tokens][v_dim][4] | scales of K [32] | of V [32], float |
-inline size_t kv_head_bytes(int dim, int v_dim, int bits) { return size_t(dim + v_dim) * kBlock * size_t(bits / 8) + (bits == 8 ? kBlock * 8 : 0); }
+inline size_t kv_head_bytes(int dim, int v_dim, int bits) {
+    return size_t(dim + v_dim) * kBlock * size_t(bits / 8) + (bits == 8 ? kBlock * 8 : 0);
+}
 
 // What a feed-forward does between its products. kClipped is gpt-oss's: the gate is cut at `limit`, up at both ends of it, and
 // the result is gate * sigmoid(alpha * gate) * (up + 1).
@@ -156,20 +192,23 @@ struct Kernels {
     void (*product)(const Matrix&, int strip, int strips, const Tile&, float* out, int ld, bool accumulate);
     void (*quantise)(const float* x, int k, const Tile&, int row, int first_input);
     void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);  // out may be x
-    void (*layer_norm)(const float* x, const float* weight, const float* bias, int n, float eps, float* out);  // bias may be null
-    void (*activate)(Activation, float* gate, const float* up, int n, float alpha, float limit);  // gate = f(gate) * up; up may be null
-    void (*gate_by)(float* x, const float* gate, int n, bool silu);  // x *= sigmoid(gate), or silu(gate)
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, int n, float eps,
+                       float* out);  // bias may be null
+    void (*activate)(Activation, float* gate, const float* up, int n, float alpha,
+                     float limit);                                     // gate = f(gate) * up; up may be null
+    void (*gate_by)(float* x, const float* gate, int n, bool silu);    // x *= sigmoid(gate), or silu(gate)
     void (*add_scaled)(float* x, const float* y, float scale, int n);  // x += scale * y
     void (*soft_cap)(float* x, int n, float scale, float cap);  // x = cap * tanh(scale * x / cap); cap 0: scale * x
-    void (*convolve)(const Convolution&, float* x, const float* before, const float* after, int step, int tokens, float* state, int from, int to);
+    void (*convolve)(const Convolution&, float* x, const float* before, const float* after, int step, int tokens,
+                     float* state, int from, int to);
     void (*recur)(const Recurrence&, float* state);
     void (*rotate)(float* x, const float* cosine, const float* sine, int half);  // pairs (x[i], x[half + i])
     void (*to_bf16_row)(const float* x, int n, float scale, uint16_t* out);
     void (*start_row)(float* state, const Heads&, const float* sinks);  // sinks: [group] scores of no token, or null
-    Scaled (*to_codes)(const float* x, int n, int8_t* out);  // not finite: neither is the scale
+    Scaled (*to_codes)(const float* x, int n, int8_t* out);             // not finite: neither is the scale
     // Over KV in 16 bits and in 8.
-    void (*attend[2])(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1, const Row* rows, int n,
-                      int first, const Heads&);
+    void (*attend[2])(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1,
+                      const Row* rows, int n, int first, const Heads&);
     void (*finish_row)(const float* state, const Heads&, float* out);  // out [group][v_dim]
     // The largest of x[0..n) after `best`, lowest index first; `bad` becomes NaN once some x is not finite.
     void (*best_of)(const float* x, int n, int first, float& best, int& index, float& bad);

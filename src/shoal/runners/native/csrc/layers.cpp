@@ -28,16 +28,21 @@ class Loader {
         return reinterpret_cast<const float*>(range(*e, size_t(n) * 4));
     }
     // `name`.weight with `name`.bias where there is one. n counts the outputs of all experts.
-    Matrix matrix(const std::string& name, int n, int k) const { return matrix(name + ".weight", name + ".bias", n, k); }
+    Matrix matrix(const std::string& name, int n, int k) const {
+        return matrix(name + ".weight", name + ".bias", n, k);
+    }
     Matrix matrix(const std::string& name, const std::string& bias, int n, int k) const {
         const Entry& e = *find(name, false);
-        if (e.n != n || e.k != k) fail("tensor " + name + " is " + std::to_string(e.n) + " x " + std::to_string(e.k) + ", not " + std::to_string(n) + " x " + std::to_string(k));
+        if (e.n != n || e.k != k)
+            fail("tensor " + name + " is " + std::to_string(e.n) + " x " + std::to_string(e.k) + ", not " +
+                 std::to_string(n) + " x " + std::to_string(k));
         Matrix w = form_of(e);
         w.data = range(e, w.strip_bytes * size_t(w.strips));
         w.bias = vector(bias, w.strips * kStrip, true);
         return w;
     }
-    Norm norm(const std::string& at, const std::string& name, const std::map<std::string, NormFacts>& facts, int n) const {
+    Norm norm(const std::string& at, const std::string& name, const std::map<std::string, NormFacts>& facts,
+              int n) const {
         const auto found = facts.find(name);
         if (found == facts.end()) return {};
         return norm(at + name, found->second, n);
@@ -54,7 +59,8 @@ class Loader {
         return nullptr;
     }
     const uint8_t* range(const Entry& e, size_t bytes) const {
-        if (e.offset % 64 || e.offset > pages_.size() || bytes > pages_.size() - e.offset) fail("tensor " + e.name + " lies outside the file");
+        if (e.offset % 64 || e.offset > pages_.size() || bytes > pages_.size() - e.offset)
+            fail("tensor " + e.name + " lies outside the file");
         return pages_.data() + e.offset;
     }
     const Pages& pages_;
@@ -67,37 +73,47 @@ void check_norms(const std::map<std::string, NormFacts>& norms) {
 }
 
 void check_mixer(const Config& c, const LayerFacts& l) {
-    if (l.heads < 1 || l.heads > kMostHeads || l.kv_heads < 1 || l.kv_heads > l.heads || l.v_dim < 1 || l.dim < 0) fail("a mixer's sizes are out of range");
+    if (l.heads < 1 || l.heads > kMostHeads || l.kv_heads < 1 || l.kv_heads > l.heads || l.v_dim < 1 || l.dim < 0)
+        fail("a mixer's sizes are out of range");
     if (l.mixer == Mixer::kConvolution) {
         if (l.heads != 1 || l.dim || l.v_dim != c.embd) fail("a mixer's sizes do not fit the kernels");
-    } else if (l.dim < kGroup || l.dim > kMostDim || l.v_dim > kMostDim || l.dim % kGroup || l.v_dim % kGroup || l.heads * l.v_dim > kMostWidth || l.heads * l.dim > kMostWidth) {
+    } else if (l.dim < kGroup || l.dim > kMostDim || l.v_dim > kMostDim || l.dim % kGroup || l.v_dim % kGroup ||
+               l.heads * l.v_dim > kMostWidth || l.heads * l.dim > kMostWidth) {
         fail("the sizes of a mixer's heads do not fit the kernels");
     }
     if (l.mixer == Mixer::kAttention) {
-        if (l.heads % l.kv_heads || l.window < 0 || l.rotary < -1 || l.rotary >= int(c.rotaries.size()) || !std::isfinite(l.scale) || !(l.cap >= 0) || l.query_length < 1)
+        if (l.heads % l.kv_heads || l.window < 0 || l.rotary < -1 || l.rotary >= int(c.rotaries.size()) ||
+            !std::isfinite(l.scale) || !(l.cap >= 0) || l.query_length < 1)
             fail("attention's settings are out of range");
-        if (l.rotary >= 0 && c.rotaries[size_t(l.rotary)].frequencies.size() * 2 > size_t(l.dim)) fail("more rotary frequencies than a head has pairs");
+        if (l.rotary >= 0 && c.rotaries[size_t(l.rotary)].frequencies.size() * 2 > size_t(l.dim))
+            fail("more rotary frequencies than a head has pairs");
         if (l.keys_are_values && l.dim != l.v_dim) fail("the sizes of a mixer's heads do not fit the kernels");
         return;
     }
-    if (l.taps < 2 || l.taps > kMostTaps || l.norm_groups < 1 || l.heads * l.v_dim % l.norm_groups || l.heads * l.v_dim / l.norm_groups % 16) fail("a recurrent mixer's settings are out of range");
+    if (l.taps < 2 || l.taps > kMostTaps || l.norm_groups < 1 || l.heads * l.v_dim % l.norm_groups ||
+        l.heads * l.v_dim / l.norm_groups % 16)
+        fail("a recurrent mixer's settings are out of range");
     if (l.mixer == Mixer::kConvolution) return;
     if (l.key_of.size() != size_t(l.heads)) fail("a recurrent mixer has no key for some head");
     for (int key : l.key_of)
-        if (key < 0 || key >= l.kv_heads) fail("a recurrent mixer's key " + std::to_string(key) + " of " + std::to_string(l.kv_heads));
+        if (key < 0 || key >= l.kv_heads)
+            fail("a recurrent mixer's key " + std::to_string(key) + " of " + std::to_string(l.kv_heads));
 }
 
 void check_feed(const LayerFacts& l) {
     const auto width = [](int n) { return n > 0 && n <= kMostWidth && n % kGroup == 0; };
     if (!width(l.ff)) fail("feed-forward size " + std::to_string(l.ff) + " does not fit the kernels");
     if (l.feed == Feed::kDense) return;
-    if (l.experts < 1 || l.experts > kMostExperts || l.used < 1 || l.used > l.experts || (l.shared && !width(l.shared))) fail("a mixture's sizes are out of range");
+    if (l.experts < 1 || l.experts > kMostExperts || l.used < 1 || l.used > l.experts || (l.shared && !width(l.shared)))
+        fail("a mixture's sizes are out of range");
     if (int64_t(l.experts) * l.ff > INT32_MAX / 2) fail("a mixture's sizes are out of range");
-    if (l.groups < 1 || l.experts % l.groups || l.groups_used < 1 || l.groups_used > l.groups || l.used > l.experts / l.groups * l.groups_used)
+    if (l.groups < 1 || l.experts % l.groups || l.groups_used < 1 || l.groups_used > l.groups ||
+        l.used > l.experts / l.groups * l.groups_used)
         fail("a mixture's groups are out of range");
 }
 
-void load_feed(const Loader& load, const std::string& at, FeedForward& f, Activation activation, int width, int experts, int embd) {
+void load_feed(const Loader& load, const std::string& at, FeedForward& f, Activation activation, int width, int experts,
+               int embd) {
     f.activation = activation, f.width = width;
     if (load.has(at + "gate.weight")) f.gate = load.matrix(at + "gate", experts * width, embd);
     if (activation == Activation::kClipped && !f.gate.data) fail("tensor " + at + "gate.weight is missing");
@@ -106,7 +122,8 @@ void load_feed(const Loader& load, const std::string& at, FeedForward& f, Activa
 }
 
 void load_attention(const Loader& load, const std::string& at, Layer& l, int embd) {
-    const int keys = l.norm_over_heads ? l.kv_heads * l.dim : l.dim, queries = l.norm_over_heads ? l.heads * l.dim : l.dim;
+    const int keys = l.norm_over_heads ? l.kv_heads * l.dim : l.dim,
+              queries = l.norm_over_heads ? l.heads * l.dim : l.dim;
     l.q = load.matrix(at + "q", l.heads * l.dim, embd);
     if (l.kv_layer < 0) {
         l.k = load.matrix(at + "k", l.kv_heads * l.dim, embd);
@@ -128,7 +145,8 @@ void load_recurrent(const Loader& load, const std::string& at, Layer& l, int emb
     if (l.mixer == Mixer::kDelta) take("q", keys), take("k", keys), take("v", values);
     if (l.mixer == Mixer::kMamba) take("x", values), take("b", keys), take("c", keys);
     if (l.mixer == Mixer::kConvolution) take("x", values);
-    l.convolution = {load.vector(at + "conv", column * l.taps), load.vector(at + "conv_bias", column, true), column, l.taps, l.mixer != Mixer::kConvolution};
+    l.convolution = {load.vector(at + "conv", column * l.taps), load.vector(at + "conv_bias", column, true), column,
+                     l.taps, l.mixer != Mixer::kConvolution};
     l.z_at = column;
     take(l.mixer == Mixer::kConvolution ? "c" : "z", values);
     l.a_at = column;
@@ -147,10 +165,12 @@ void load_recurrent(const Loader& load, const std::string& at, Layer& l, int emb
 }  // namespace
 
 size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats) {
-    if (c.embd < kGroup || c.embd > kMostWidth || c.embd % kGroup || c.vocab < 1 || c.vocab > 1 << 24 || c.context < 1 || c.layers.empty() || c.layers.size() > 4096)
+    if (c.embd < kGroup || c.embd > kMostWidth || c.embd % kGroup || c.vocab < 1 || c.vocab > 1 << 24 ||
+        c.context < 1 || c.layers.empty() || c.layers.size() > 4096)
         fail("a size of the model is out of range");
     if (c.kv_bits != 16 && c.kv_bits != 8) fail("the sizes of the model do not fit the kernels");
-    if (c.inputs.size < 0 || c.inputs.size % kGroup || int64_t(c.inputs.size) * int64_t(c.layers.size()) > kMostWidth) fail("the size of per-layer embeddings is out of range");
+    if (c.inputs.size < 0 || c.inputs.size % kGroup || int64_t(c.inputs.size) * int64_t(c.layers.size()) > kMostWidth)
+        fail("the size of per-layer embeddings is out of range");
     for (const Rotary& rotary : c.rotaries)
         if (!std::isfinite(rotary.factor)) fail("a rotary factor is not finite");
     size_t block = 0;
@@ -170,7 +190,9 @@ size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats
         }
         if (l.attends() && l.kv_layer >= 0) {
             const Layer* of = size_t(l.kv_layer) < layers.size() ? &layers[size_t(l.kv_layer)] : nullptr;
-            if (!of || !of->attends() || of->kv_layer >= 0 || of->kv_heads != l.kv_heads || of->dim != l.dim || of->v_dim != l.v_dim) fail("a layer reads KV that is not there");
+            if (!of || !of->attends() || of->kv_layer >= 0 || of->kv_heads != l.kv_heads || of->dim != l.dim ||
+                of->v_dim != l.v_dim)
+                fail("a layer reads KV that is not there");
             l.kv_at = of->kv_at, l.head_bytes = of->head_bytes;
         } else if (l.attends()) {
             l.kv_at = block, l.head_bytes = kv_head_bytes(l.dim, l.v_dim, c.kv_bits);
@@ -182,28 +204,35 @@ size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats
     return block;
 }
 
-void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers, Ends& ends) {
+void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers,
+                 Ends& ends) {
     const Loader load(file, entries);
     for (size_t i = 0; i < layers.size(); i++) {
         Layer& l = layers[i];
         const std::string at = "layers." + std::to_string(i) + ".", mixer = at + "mixer.", feed = at + "feed_forward.";
-        l.mixer_norm = load.norm(at, "mixer_norm", l.norms, c.embd), l.mixer_post_norm = load.norm(at, "mixer_post_norm", l.norms, c.embd);
-        l.ff_norm = load.norm(at, "ff_norm", l.norms, c.embd), l.ff_post_norm = load.norm(at, "ff_post_norm", l.norms, c.embd);
+        l.mixer_norm = load.norm(at, "mixer_norm", l.norms, c.embd),
+        l.mixer_post_norm = load.norm(at, "mixer_post_norm", l.norms, c.embd);
+        l.ff_norm = load.norm(at, "ff_norm", l.norms, c.embd),
+        l.ff_post_norm = load.norm(at, "ff_post_norm", l.norms, c.embd);
         if (l.attends()) load_attention(load, mixer, l, c.embd);
         if (l.recurs()) load_recurrent(load, mixer, l, c.embd);
         if (l.mixer != Mixer::kNone) l.o = load.matrix(mixer + "out", c.embd, l.inner());
         if (l.feed == Feed::kDense) load_feed(load, feed, l.dense, l.activation, l.ff, 1, c.embd);
         if (l.takes_input) {
-            l.input_gate = load.matrix(at + "layer_input.gate", c.inputs.size, c.embd), l.input_project = load.matrix(at + "layer_input.project", c.embd, c.inputs.size);
+            l.input_gate = load.matrix(at + "layer_input.gate", c.inputs.size, c.embd),
+            l.input_project = load.matrix(at + "layer_input.project", c.embd, c.inputs.size);
             l.input_norm = load.norm(at + "layer_input.", "norm", {{"norm", c.inputs.norm}}, c.embd);
         }
         if (l.feed != Feed::kMixture) continue;
-        l.router_norm = load.norm(feed, "router_norm", l.norms, c.embd), l.experts_norm = load.norm(feed, "experts_norm", l.norms, c.embd);
+        l.router_norm = load.norm(feed, "router_norm", l.norms, c.embd),
+        l.experts_norm = load.norm(feed, "experts_norm", l.norms, c.embd);
         l.experts_post_norm = load.norm(feed, "experts_post_norm", l.norms, c.embd);
-        l.shared_norm = load.norm(feed, "shared_norm", l.norms, c.embd), l.shared_post_norm = load.norm(feed, "shared_post_norm", l.norms, c.embd);
+        l.shared_norm = load.norm(feed, "shared_norm", l.norms, c.embd),
+        l.shared_post_norm = load.norm(feed, "shared_post_norm", l.norms, c.embd);
         load_feed(load, feed, l.expert, l.activation, l.ff, l.experts, c.embd);
         l.router = load.matrix(feed + "router", l.experts, c.embd);
-        l.selection_bias = load.vector(feed + "selection_bias", l.experts, true), l.expert_scales = load.vector(feed + "expert_scales", l.experts, true);
+        l.selection_bias = load.vector(feed + "selection_bias", l.experts, true),
+        l.expert_scales = load.vector(feed + "expert_scales", l.experts, true);
         if (!l.shared) continue;
         load_feed(load, feed + "shared.", l.dense, l.shared_activation, l.shared, 1, c.embd);
         if (load.has(feed + "shared_gate.weight")) l.shared_gate = load.matrix(feed + "shared_gate", 1, c.embd);

@@ -58,11 +58,16 @@ void Model::check_states(const Plan& plan) const {
     for (const Sequence& seq : plan.sequences) {
         const std::string who = "sequence " + std::to_string(seq.id) + ": ";
         for (int checkpoint : {seq.load, seq.save})
-            if (checkpoint < -1 || checkpoint >= config_.checkpoints) fail(who + "checkpoint " + std::to_string(checkpoint) + " of " + std::to_string(config_.checkpoints));
+            if (checkpoint < -1 || checkpoint >= config_.checkpoints)
+                fail(who + "checkpoint " + std::to_string(checkpoint) + " of " + std::to_string(config_.checkpoints));
         if (seq.save >= 0 && seq.want != Want::kNothing) fail(who + "a chunk that wants output keeps no state");
         const auto own = states_.find(seq.id);
-        const int seen = seq.load >= 0 ? checkpoints_[size_t(seq.load)].seen : own == states_.end() ? 0 : own->second.seen;
-        if (seq.start > 0 && seen != seq.start) fail(who + "it goes on at " + std::to_string(seq.start) + " without its recurrent state, which is that of " + std::to_string(seen) + " tokens");
+        const int seen = seq.load >= 0          ? checkpoints_[size_t(seq.load)].seen
+                         : own == states_.end() ? 0
+                                                : own->second.seen;
+        if (seq.start > 0 && seen != seq.start)
+            fail(who + "it goes on at " + std::to_string(seq.start) +
+                 " without its recurrent state, which is that of " + std::to_string(seen) + " tokens");
         ids.push_back(seq.id);
     }
     std::sort(ids.begin(), ids.end());
@@ -75,8 +80,10 @@ void Model::take_states(const Plan& plan) {
     for (const Sequence& seq : plan.sequences) {
         State& state = states_[seq.id];
         if (!state.memory.size()) state.memory = Pages(bytes);
-        if (seq.load >= 0 && seq.start > 0) memcpy(state.memory.data(), checkpoints_[size_t(seq.load)].memory.data(), bytes);
-        else if (seq.start == 0) memset(state.memory.data(), 0, bytes);
+        if (seq.load >= 0 && seq.start > 0)
+            memcpy(state.memory.data(), checkpoints_[size_t(seq.load)].memory.data(), bytes);
+        else if (seq.start == 0)
+            memset(state.memory.data(), 0, bytes);
         state.seen = -1;  // until the pass is done
     }
 }
@@ -102,7 +109,8 @@ void Model::check(const Plan& plan) const {
     const std::vector<uint32_t>& written = plan.copies.empty() ? written_ : after;
     for (auto [from, to] : plan.copies) {
         if (from < 0 || from >= config_.blocks || to < 0 || to >= config_.blocks)
-            fail("copy of block " + std::to_string(from) + " to " + std::to_string(to) + ": there are " + std::to_string(config_.blocks));
+            fail("copy of block " + std::to_string(from) + " to " + std::to_string(to) + ": there are " +
+                 std::to_string(config_.blocks));
         after[size_t(to)] = after[size_t(from)];
     }
     if (plan.chain < 1 || plan.chain > 64) fail("chain of " + std::to_string(plan.chain));
@@ -112,24 +120,36 @@ void Model::check(const Plan& plan) const {
         const std::string who = "sequence at place " + std::to_string(s) + ": ";
         const int64_t fed = int64_t(seq.tokens.size()) + plan.chain - 1, end = seq.start + fed;
         if (seq.tokens.empty()) fail(who + "no tokens");
-        if (seq.rows < 1 || size_t(seq.rows) > std::max<size_t>(seq.tokens.size(), 1)) fail(who + "the last " + std::to_string(seq.rows) + " rows");
-        if (seq.rows > 1 && (plan.chain > 1 || seq.want == Want::kTop)) fail(who + "several rows want their arg-max or all logits, unchained");
-        if (seq.want == Want::kTop && (seq.top < 1 || seq.top > config_.vocab)) fail(who + "the best " + std::to_string(seq.top) + " tokens");
-        if (plan.chain > 1 && (seq.tokens.size() != 1 || seq.want != Want::kArgmax)) fail(who + "a chained step feeds one token and wants the arg-max");
-        if (seq.start < 0 || end > config_.context) fail(who + "position " + std::to_string(end - 1) + " of " + std::to_string(config_.context));
-        if ((end + kBlock - 1) / kBlock > int64_t(seq.table.size())) fail(who + "its block table ends before position " + std::to_string(end - 1));
+        if (seq.rows < 1 || size_t(seq.rows) > std::max<size_t>(seq.tokens.size(), 1))
+            fail(who + "the last " + std::to_string(seq.rows) + " rows");
+        if (seq.rows > 1 && (plan.chain > 1 || seq.want == Want::kTop))
+            fail(who + "several rows want their arg-max or all logits, unchained");
+        if (seq.want == Want::kTop && (seq.top < 1 || seq.top > config_.vocab))
+            fail(who + "the best " + std::to_string(seq.top) + " tokens");
+        if (plan.chain > 1 && (seq.tokens.size() != 1 || seq.want != Want::kArgmax))
+            fail(who + "a chained step feeds one token and wants the arg-max");
+        if (seq.start < 0 || end > config_.context)
+            fail(who + "position " + std::to_string(end - 1) + " of " + std::to_string(config_.context));
+        if ((end + kBlock - 1) / kBlock > int64_t(seq.table.size()))
+            fail(who + "its block table ends before position " + std::to_string(end - 1));
         for (int token : seq.tokens)
-            if (token < 0 || token >= config_.vocab) fail(who + "token " + std::to_string(token) + " of " + std::to_string(config_.vocab));
+            if (token < 0 || token >= config_.vocab)
+                fail(who + "token " + std::to_string(token) + " of " + std::to_string(config_.vocab));
         const int used = int((end + kBlock - 1) / kBlock);
         for (int b = 0; b < used; b++) {
             const int block = seq.table[size_t(b)];
-            if (block < 0 || block >= config_.blocks) fail(who + "block " + std::to_string(block) + " of " + std::to_string(config_.blocks));
+            if (block < 0 || block >= config_.blocks)
+                fail(who + "block " + std::to_string(block) + " of " + std::to_string(config_.blocks));
             // Slots [0, from) of this block are read, [from, to) written.
             const int64_t first = int64_t(b) * kBlock;
-            const int from = int(std::min<int64_t>(std::max<int64_t>(seq.start - first, 0), kBlock)), to = int(std::min<int64_t>(end - first, kBlock));
-            const uint32_t reads = uint32_t((uint64_t(1) << from) - 1), writes = uint32_t((uint64_t(1) << to) - 1) & ~reads;
-            if (reads & ~written[size_t(block)]) fail(who + "it reads slots of block " + std::to_string(block) + " that nothing was written to");
-            if (writes & claimed_[size_t(block)]) fail(who + "a slot of block " + std::to_string(block) + " would be written twice");
+            const int from = int(std::min<int64_t>(std::max<int64_t>(seq.start - first, 0), kBlock)),
+                      to = int(std::min<int64_t>(end - first, kBlock));
+            const uint32_t reads = uint32_t((uint64_t(1) << from) - 1),
+                           writes = uint32_t((uint64_t(1) << to) - 1) & ~reads;
+            if (reads & ~written[size_t(block)])
+                fail(who + "it reads slots of block " + std::to_string(block) + " that nothing was written to");
+            if (writes & claimed_[size_t(block)])
+                fail(who + "a slot of block " + std::to_string(block) + " would be written twice");
             claimed_[size_t(block)] |= writes;
         }
     }

@@ -13,9 +13,15 @@
 namespace shoal {
 
 // What is wrong with a plan or a model file; nothing was computed or changed.
-struct PlanError : std::runtime_error { using std::runtime_error::runtime_error; };
-struct FormatError : std::runtime_error { using std::runtime_error::runtime_error; };
-struct DamagedError : FormatError { using FormatError::FormatError; };  // to be packed again
+struct PlanError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+struct FormatError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+struct DamagedError : FormatError {
+    using FormatError::FormatError;
+};  // to be packed again
 
 // Zeroed pages of their own, taken when first touched, in 2 MB pages where the system gives them (a quarter more bandwidth on
 // Zen 4: its prefetchers stop at page ends). Throws std::bad_alloc.
@@ -27,12 +33,18 @@ class Pages {
     Pages(int descriptor, size_t bytes);
     ~Pages();
     Pages(Pages&& other) noexcept { swap(other); }
-    Pages& operator=(Pages&& other) noexcept { swap(other); return *this; }
+    Pages& operator=(Pages&& other) noexcept {
+        swap(other);
+        return *this;
+    }
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
 
   private:
-    void swap(Pages& other) { std::swap(data_, other.data_), std::swap(size_, other.size_), std::swap(mapped_, other.mapped_), std::swap(base_, other.base_); }
+    void swap(Pages& other) {
+        std::swap(data_, other.data_), std::swap(size_, other.size_), std::swap(mapped_, other.mapped_),
+            std::swap(base_, other.base_);
+    }
     uint8_t* data_ = nullptr;
     void* base_ = nullptr;
     size_t size_ = 0, mapped_ = 0;
@@ -42,14 +54,18 @@ class Pages {
 enum class Mixer : int { kNone, kAttention, kDelta, kMamba, kConvolution };
 enum class Feed : int { kNone, kDense, kMixture };
 enum class Routing : int { kSoftmax, kSigmoid, kChosen };
-struct NormFacts { float eps = 0; bool layer = false; };
+struct NormFacts {
+    float eps = 0;
+    bool layer = false;
+};
 struct LayerFacts {
     Mixer mixer = Mixer::kNone;
     // Attention: query heads, KV heads, sizes of a head's keys and values. Recurrent mixers: heads of values, heads or groups of
     // keys, sizes of a key (Mamba's state) and a value. A short convolution is one head of `embd` values.
     int heads = 0, kv_heads = 0, dim = 0, v_dim = 0;
-    int window = 0, rotary = -1, kv_layer = -1;  // rotary: index into Config::rotaries; kv_layer: whose K and V are read
-    float scale = 0, cap = 0, query_beta = 0;    // queries at position p are multiplied by 1 + beta * log(1 + p / length)
+    int window = 0, rotary = -1,
+        kv_layer = -1;                         // rotary: index into Config::rotaries; kv_layer: whose K and V are read
+    float scale = 0, cap = 0, query_beta = 0;  // queries at position p are multiplied by 1 + beta * log(1 + p / length)
     int query_length = 1;
     bool norm_over_heads = false, keys_are_values = false;
     int taps = 0, norm_groups = 1;
@@ -98,7 +114,10 @@ struct Entry {
 };
 
 // A packed file: its tensors, and the hashes of the pieces that it consists of from `start` to its end, in order.
-struct Piece { size_t bytes = 0; uint64_t hash = 0; };
+struct Piece {
+    size_t bytes = 0;
+    uint64_t hash = 0;
+};
 struct Packed {
     std::string path;
     size_t start = 0;
@@ -152,16 +171,19 @@ struct Layer : LayerFacts {
     bool attends() const { return mixer == Mixer::kAttention; }
     bool recurs() const { return mixer > Mixer::kAttention; }
     int inner() const { return heads * v_dim; }  // width of what `o` takes
-    size_t state_floats() const { return recurs() ? size_t(taps - 1) * convolution.channels + size_t(heads) * dim * v_dim : 0; }
+    size_t state_floats() const {
+        return recurs() ? size_t(taps - 1) * convolution.channels + size_t(heads) * dim * v_dim : 0;
+    }
 };
 
 enum class Want : int { kNothing = 0, kArgmax = 1, kLogits = 2, kTop = 3 };
 struct Sequence {
     std::vector<int> tokens, table;
-    int start = 0, top = 0, rows = 1;  // top: how many kTop wants; rows: of the last tokens, how many give what is wanted
+    int start = 0, top = 0,
+        rows = 1;  // top: how many kTop wants; rows: of the last tokens, how many give what is wanted
     Want want = Want::kNothing;
-    int64_t id = 0;                    // whose recurrent state goes on
-    int load = -1, save = -1;          // checkpoints
+    int64_t id = 0;            // whose recurrent state goes on
+    int load = -1, save = -1;  // checkpoints
 };
 struct Plan {
     std::vector<Sequence> sequences;
@@ -201,10 +223,14 @@ class Model {
     const Kernels& kernels() const { return *kernels_; }
     const Config& config() const { return config_; }
     int threads() const { return pool_->size(); }
-    uint8_t* kv(int block, const Layer& l, int head) const { return kv_pages_.data() + size_t(block) * block_bytes_ + l.kv_at + size_t(head) * l.head_bytes; }
+    uint8_t* kv(int block, const Layer& l, int head) const {
+        return kv_pages_.data() + size_t(block) * block_bytes_ + l.kv_at + size_t(head) * l.head_bytes;
+    }
     const std::vector<Layer>& layers() const { return layers_; }
     float* state(int64_t id) const { return states_.at(id).floats(); }
-    void release(const std::vector<int64_t>& ids) { for (int64_t id : ids) states_.erase(id); }
+    void release(const std::vector<int64_t>& ids) {
+        for (int64_t id : ids) states_.erase(id);
+    }
     const Matrix& embedding() const { return ends_.embedding; }
     const Matrix& head() const { return ends_.head; }
     const Norm& norm() const { return ends_.norm; }
@@ -224,7 +250,7 @@ class Model {
     Ends ends_;
     size_t block_bytes_ = 0, state_floats_ = 0;
     std::unordered_map<int64_t, State> states_;
-    std::vector<State> checkpoints_;  // seen 0: nothing was saved
+    std::vector<State> checkpoints_;                   // seen 0: nothing was saved
     mutable std::vector<uint32_t> written_, claimed_;  // a bit per slot of each block; claimed_ is check()'s scratch
     std::unique_ptr<Pool> pool_;
     std::shared_ptr<Step> step_;  // shared: its type is only known in step.cpp
@@ -233,12 +259,13 @@ class Model {
 // Bytes of one block of KV, and floats of a sequence's recurrent state; sets the layers' places in them. FormatError for sizes
 // that do not fit the kernels: nothing was read or taken before.
 size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats);
-void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers, Ends& ends);
-std::vector<const Kernels*> supported_kernels();              // best first
-const Kernels* choose_kernels(const std::string& isa);        // the first whose name is or begins with `isa`
+void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers,
+                 Ends& ends);
+std::vector<const Kernels*> supported_kernels();        // best first
+const Kernels* choose_kernels(const std::string& isa);  // the first whose name is or begins with `isa`
 
 // In pack.cpp. Offsets of entries count from the start of the file.
-Matrix form_of(const Entry& e);                         // without data; FormatError when it has no kernel
+Matrix form_of(const Entry& e);                                // without data; FormatError when it has no kernel
 Pages read_packed(const Packed& file, int threads, bool map);  // DamagedError when it cannot be read or a hash differs
 uint64_t hash_of(const uint8_t* data, size_t bytes);
 void unpack_row(const Matrix& w, int row, float* out);  // one output's weights, exact

@@ -4,7 +4,8 @@
 #include "kernels.h"
 #include "simd.h"
 
-namespace shoal { namespace {
+namespace shoal {
+namespace {
 
 void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
     F sum = set(0.f);
@@ -38,7 +39,8 @@ void layer_norm(const float* x, const float* weight, const float* bias, int n, f
     }
 }
 
-template <class F1> inline void each(float* gate, const float* up, int n, F1 f) {
+template <class F1>
+inline void each(float* gate, const float* up, int n, F1 f) {
     for (int i = 0; i < n; i += 16) {
         const F y = f(load(gate + i));
         store(gate + i, up ? mul(y, load(up + i)) : y);
@@ -102,7 +104,8 @@ void quantise(const float* x, int k, const Tile& tile, int row, int first) {
         store_bytes(q + 16, second_half);
         const int sums[2] = {hisum(first_half), hisum(second_half)};
         const int g = (first + i) / kGroup;
-        if (tile.by_row()) memcpy(tile.quad(8 * g, row), q, kGroup);
+        if (tile.by_row())
+            memcpy(tile.quad(8 * g, row), q, kGroup);
         else
             for (int j = 0; j < 8; j++) memcpy(tile.quad(8 * g + j, row), q + 4 * j, 4);
         tile.s[g * tile.rows + row] = s;
@@ -159,7 +162,11 @@ void best_of(const float* x, int n, int first, float& best, int& index, float& b
     bad += c;
     if (!(m > best)) return;
     for (int j = 0; j < n; j++)
-        if (x[j] == m) { best = m, index = first + j; return; }
+        if (x[j] == m) {
+            best = m, index = first + j;
+            return;
+        }
 }
 
-}}  // namespace shoal::(anonymous)
+}
+}  // namespace shoal::(anonymous)

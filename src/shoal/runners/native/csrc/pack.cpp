@@ -19,8 +19,16 @@ struct Block {
     uint16_t d, m;
 };
 
-uint16_t half_at(const uint8_t* p) { uint16_t h; memcpy(&h, p, 2); return h; }
-uint32_t word_at(const uint8_t* p) { uint32_t u; memcpy(&u, p, 4); return u; }
+uint16_t half_at(const uint8_t* p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+    return h;
+}
+uint32_t word_at(const uint8_t* p) {
+    uint32_t u;
+    memcpy(&u, p, 4);
+    return u;
+}
 void nibbles(const uint8_t* q, int n, uint8_t* codes) {  // n low ones, then n high ones
     for (int i = 0; i < n; i++) codes[i] = q[i] & 15, codes[n + i] = q[i] >> 4;
 }
@@ -36,14 +44,17 @@ void two_bits(const uint8_t* q, uint8_t* codes) {  // 64 bytes: of every 32 the 
 void six_bit_scales(const uint8_t* s, Block& b) {
     for (int j = 0; j < 4; j++) {
         b.sc[j] = s[j] & 63, b.sm[j] = s[j + 4] & 63;
-        b.sc[j + 4] = uint8_t((s[j + 8] & 15) | s[j] >> 6 << 4), b.sm[j + 4] = uint8_t(s[j + 8] >> 4 | s[j + 4] >> 6 << 4);
+        b.sc[j + 4] = uint8_t((s[j + 8] & 15) | s[j] >> 6 << 4),
+                 b.sm[j + 4] = uint8_t(s[j + 8] >> 4 | s[j + 4] >> 6 << 4);
     }
 }
 
 void q4_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles(p + 2, 16, b.codes); }
 void q4_1(const uint8_t* p, Block& b) { b.d = half_at(p), b.m = half_at(p + 2), nibbles(p + 4, 16, b.codes); }
 void q5_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles(p + 6, 16, b.codes), fifth_bits(p + 2, b.codes); }
-void q5_1(const uint8_t* p, Block& b) { b.d = half_at(p), b.m = half_at(p + 2), nibbles(p + 8, 16, b.codes), fifth_bits(p + 4, b.codes); }
+void q5_1(const uint8_t* p, Block& b) {
+    b.d = half_at(p), b.m = half_at(p + 2), nibbles(p + 8, 16, b.codes), fifth_bits(p + 4, b.codes);
+}
 void q8_0(const uint8_t* p, Block& b) {
     b.d = half_at(p);
     for (int i = 0; i < 32; i++) b.codes[i] = p[2 + i] ^ 0x80;
@@ -58,7 +69,8 @@ void q3_k(const uint8_t* p, Block& b) {
     for (int j = 0; j < 8; j++)
         for (int i = 0; i < 32; i++) b.codes[32 * j + i] = uint8_t(b.codes[32 * j + i] | (p[i] >> j & 1) << 2);
     const uint8_t* s = p + 96;
-    for (int i = 0; i < 16; i++) b.sc[i] = uint8_t(((i < 8 ? s[i] & 15 : s[i - 8] >> 4) | (s[8 + i % 4] >> 2 * (i / 4) & 3) << 4) - 32);
+    for (int i = 0; i < 16; i++)
+        b.sc[i] = uint8_t(((i < 8 ? s[i] & 15 : s[i - 8] >> 4) | (s[8 + i % 4] >> 2 * (i / 4) & 3) << 4) - 32);
     b.d = half_at(p + 108);
 }
 void q4_k(const uint8_t* p, Block& b) {
@@ -105,11 +117,12 @@ struct Type {
     int weights, bytes;  // of a block
     void (*take)(const uint8_t*, Block&);
 };
-constexpr Type kTypes[] = {
-    {"Q4_0", 32, 18, q4_0},   {"Q4_1", 32, 20, q4_1},   {"Q5_0", 32, 22, q5_0},    {"Q5_1", 32, 24, q5_1},    {"Q8_0", 32, 34, q8_0},
-    {"Q2_K", 256, 84, q2_k},  {"Q3_K", 256, 110, q3_k}, {"Q4_K", 256, 144, q4_k},  {"Q5_K", 256, 176, q5_k},  {"Q6_K", 256, 210, q6_k},
-    {"IQ4_NL", 32, 18, q4_0}, {"MXFP4", 32, 17, mxfp4}, {"IQ4_XS", 256, 136, iq4_xs}, {"GRID", 256, 146, grid}, {"F16", 1, 2, nullptr},
-    {"BF16", 1, 2, nullptr},  {"F32", 1, 4, nullptr}};
+constexpr Type kTypes[] = {{"Q4_0", 32, 18, q4_0},       {"Q4_1", 32, 20, q4_1},   {"Q5_0", 32, 22, q5_0},
+                           {"Q5_1", 32, 24, q5_1},       {"Q8_0", 32, 34, q8_0},   {"Q2_K", 256, 84, q2_k},
+                           {"Q3_K", 256, 110, q3_k},     {"Q4_K", 256, 144, q4_k}, {"Q5_K", 256, 176, q5_k},
+                           {"Q6_K", 256, 210, q6_k},     {"IQ4_NL", 32, 18, q4_0}, {"MXFP4", 32, 17, mxfp4},
+                           {"IQ4_XS", 256, 136, iq4_xs}, {"GRID", 256, 146, grid}, {"F16", 1, 2, nullptr},
+                           {"BF16", 1, 2, nullptr},      {"F32", 1, 4, nullptr}};
 
 const Type& type_of(const std::string& name) {
     for (const Type& type : kTypes)
@@ -130,7 +143,8 @@ void put_codes(Codes codes, const uint32_t* q, int lane, uint8_t* low, uint8_t* 
         two[j / 4] |= (q[j] >> from & 0x03030303) << j % 4 * 2;
         one |= (q[j] >> bit & 0x01010101) << j;
     }
-    if (codes <= Codes::kThree) put(low, 0, two[0]), put(low, 1, two[1]);
+    if (codes <= Codes::kThree)
+        put(low, 0, two[0]), put(low, 1, two[1]);
     else
         for (int j = 0; j < 4; j++) put(low, j, (q[2 * j] & 0x0f0f0f0f) | (q[2 * j + 1] & 0x0f0f0f0f) << 4);
     if (codes == Codes::kSix) put(upper, 0, two[0]), put(upper, 1, two[1]);
@@ -146,10 +160,14 @@ void put_scales(Scales scales, const Block* rows, uint8_t* out) {
         memcpy(out + 2 * r, &rows[r].d, 2);
         if (has_min(scales)) memcpy(out + 64 + 2 * r, &rows[r].m, 2);
     }
-    const int parts = scales == Scales::kByte16 || scales == Scales::kNibbles ? 16 : scales == Scales::kByte || scales == Scales::kSix ? 8 : 0;
+    const int parts = scales == Scales::kByte16 || scales == Scales::kNibbles ? 16
+                      : scales == Scales::kByte || scales == Scales::kSix     ? 8
+                                                                              : 0;
     const int at = has_min(scales) ? 128 : 64;
     for (int i = 0; i < parts; i++)
-        put(at + i * kStrip, [&](const Block& b) { return scales >= Scales::kSix && has_min(scales) ? (b.sc[i] & 15) | (b.sm[i] & 15) << 4 : b.sc[i]; });
+        put(at + i * kStrip, [&](const Block& b) {
+            return scales >= Scales::kSix && has_min(scales) ? (b.sc[i] & 15) | (b.sm[i] & 15) << 4 : b.sc[i];
+        });
     for (int i = 0; scales == Scales::kSix && i < 4; i++)
         put(384 + i * kStrip, [&](const Block& b) {
             return b.sc[2 * i] >> 4 | b.sm[2 * i] >> 4 << 2 | b.sc[2 * i + 1] >> 4 << 4 | b.sm[2 * i + 1] >> 4 << 6;
@@ -163,8 +181,10 @@ void pack_dense(const Matrix& w, const uint8_t* raw, int first, int count, uint8
             const int i = (first + s) * kStrip + r;
             const uint8_t* from = i < w.n ? raw + size_t(i) * row : nullptr;
             for (size_t k = 0; k < size_t(w.k); k++)
-                if (from) memcpy(out + (k * kStrip + size_t(r)) * size, from + k * size, size);
-                else memset(out + (k * kStrip + size_t(r)) * size, 0, size);
+                if (from)
+                    memcpy(out + (k * kStrip + size_t(r)) * size, from + k * size, size);
+                else
+                    memset(out + (k * kStrip + size_t(r)) * size, 0, size);
         }
 }
 
@@ -181,13 +201,16 @@ Matrix form_of(const Entry& e) {
     };
     using S = Scales;
     const bool dense = is_dense(w.codes) && e.codes <= int(Codes::kFloat) && w.scales == S::kNone;
-    const bool known = dense || is(Codes::kTwo, {S::kNibbles}) || is(Codes::kThree, {S::kByte16}) || is(Codes::kSix, {S::kByte16}) || is(Codes::kEight, {S::kHalf}) ||
-                       is(Codes::kFour, {S::kHalf, S::kHalfMin, S::kSix}) || is(Codes::kFive, {S::kHalf, S::kHalfMin, S::kSix}) ||
+    const bool known = dense || is(Codes::kTwo, {S::kNibbles}) || is(Codes::kThree, {S::kByte16}) ||
+                       is(Codes::kSix, {S::kByte16}) || is(Codes::kEight, {S::kHalf}) ||
+                       is(Codes::kFour, {S::kHalf, S::kHalfMin, S::kSix}) ||
+                       is(Codes::kFive, {S::kHalf, S::kHalfMin, S::kSix}) ||
                        is(Codes::kTable, {S::kHalf, S::kByte, S::kByte16, S::kPower});
     const auto fail = [&](const char* what) { throw FormatError("tensor " + e.name + what); };
     if (!known || e.n < 1 || e.k < 1 || e.k % (groups_of_block(w.scales) * kGroup)) fail(" has no kernel");
     if (!dense && !has_min(w.scales) && (e.offset_log2 < 0 || e.offset_log2 > 7)) fail(" has a bad offset");
-    if (e.unit_log2 < -8 || e.unit_log2 > 0 || e.table.size() != (w.codes == Codes::kTable ? 16 : 0)) fail(" has a bad table");
+    if (e.unit_log2 < -8 || e.unit_log2 > 0 || e.table.size() != (w.codes == Codes::kTable ? 16 : 0))
+        fail(" has a bad table");
     for (size_t i = 0; i < e.table.size(); i++) {
         if (e.table[i] < 0 || e.table[i] > 255) fail(" has a bad table");
         w.table[i] = uint8_t(e.table[i]);
@@ -214,8 +237,10 @@ void pack_strips(const Matrix& w, const std::string& name, const uint8_t* raw, i
         for (int b = 0; b < w.k / type.weights; b++, out += size) {
             for (int r = 0; r < kStrip; r++) {
                 const int i = (first + s) * kStrip + r;
-                if (i < w.n) type.take(raw + size_t(i) * row + size_t(b) * size_t(type.bytes), rows[size_t(r)]);
-                else rows[size_t(r)] = {};
+                if (i < w.n)
+                    type.take(raw + size_t(i) * row + size_t(b) * size_t(type.bytes), rows[size_t(r)]);
+                else
+                    rows[size_t(r)] = {};
             }
             put_scales(w.scales, rows.data(), out);
             uint8_t* group = out + scale_bytes(w.scales);
@@ -232,7 +257,8 @@ namespace {
 
 int code_of(const Matrix& w, const uint8_t* group, int lane, int i) {
     const int half = lane / 16, byte = lane % 16 * 4 + i % 4, step = i / 4;
-    const uint8_t *low = group + half * low_bytes(w.codes), *upper = group + 2 * low_bytes(w.codes) + half * upper_bytes(w.codes);
+    const uint8_t *low = group + half * low_bytes(w.codes),
+                  *upper = group + 2 * low_bytes(w.codes) + half * upper_bytes(w.codes);
     if (w.codes == Codes::kEight) return low[step * 64 + byte];
     if (w.codes <= Codes::kThree) {
         const int two = low[step / 4 * 64 + byte] >> step % 4 * 2 & 3;
@@ -244,20 +270,28 @@ int code_of(const Matrix& w, const uint8_t* group, int lane, int i) {
     return w.codes == Codes::kTable ? w.table[four] : four;
 }
 
-struct Affine { float d, m; };
+struct Affine {
+    float d, m;
+};
 Affine scale_of(const Matrix& w, const uint8_t* p, int lane, int part) {  // part: of the block's parts
     const auto f16 = [&](int i) { return from_half(half_at(p + 2 * i)); };
     const uint8_t* bytes = p + (has_min(w.scales) ? 128 : 64) + part * kStrip + lane;
     switch (w.scales) {
-        case Scales::kHalf: return {f16(lane), 0};
-        case Scales::kHalfMin: return {f16(lane), f16(kStrip + lane)};
-        case Scales::kPower: return {float_of(p[lane] < 2 ? 0x200000u << p[lane] : uint32_t(p[lane] - 1) << 23), 0};
-        case Scales::kNibbles: return {f16(lane) * float(*bytes & 15), f16(kStrip + lane) * float(*bytes >> 4)};
+        case Scales::kHalf:
+            return {f16(lane), 0};
+        case Scales::kHalfMin:
+            return {f16(lane), f16(kStrip + lane)};
+        case Scales::kPower:
+            return {float_of(p[lane] < 2 ? 0x200000u << p[lane] : uint32_t(p[lane] - 1) << 23), 0};
+        case Scales::kNibbles:
+            return {f16(lane) * float(*bytes & 15), f16(kStrip + lane) * float(*bytes >> 4)};
         case Scales::kSix: {
             const int upper = p[384 + part / 2 * kStrip + lane] >> part % 2 * 4;
-            return {f16(lane) * float((*bytes & 15) | (upper & 3) << 4), f16(kStrip + lane) * float(*bytes >> 4 | (upper >> 2 & 3) << 4)};
+            return {f16(lane) * float((*bytes & 15) | (upper & 3) << 4),
+                    f16(kStrip + lane) * float(*bytes >> 4 | (upper >> 2 & 3) << 4)};
         }
-        default: return {f16(lane) * float_of(uint32_t(w.unit_log2 + 127) << 23) * float(int8_t(*bytes)), 0};
+        default:
+            return {f16(lane) * float_of(uint32_t(w.unit_log2 + 127) << 23) * float(int8_t(*bytes)), 0};
     }
 }
 
@@ -269,11 +303,14 @@ void unpack_row(const Matrix& w, int row, float* out) {
     if (is_dense(w.codes)) {
         for (int k = 0; k < w.k; k++) {
             const uint8_t* p = data + size_t(k * kStrip + lane) * (w.codes == Codes::kFloat ? 4 : 2);
-            out[k] = w.codes == Codes::kFloat ? float_of(word_at(p)) : w.codes == Codes::kHalf ? from_half(half_at(p)) : float_of(uint32_t(half_at(p)) << 16);
+            out[k] = w.codes == Codes::kFloat  ? float_of(word_at(p))
+                     : w.codes == Codes::kHalf ? from_half(half_at(p))
+                                               : float_of(uint32_t(half_at(p)) << 16);
         }
         return;
     }
-    const int groups = groups_of_block(w.scales), inputs = scale_inputs(w.scales), offset = has_min(w.scales) ? 0 : 1 << w.offset_log2;
+    const int groups = groups_of_block(w.scales), inputs = scale_inputs(w.scales),
+              offset = has_min(w.scales) ? 0 : 1 << w.offset_log2;
     for (int g = 0; g < w.k / kGroup; g++) {
         const uint8_t* block = data + size_t(g / groups) * size_t(block_bytes(w.codes, w.scales));
         const uint8_t* group = block + scale_bytes(w.scales) + g % groups * group_bytes(w.codes);
@@ -290,7 +327,10 @@ uint64_t hash_of(const uint8_t* data, size_t bytes) {
     constexpr uint64_t kPrime = 0x9e3779b97f4a7c15, kOther = 0xc2b2ae3d27d4eb4f;
     uint64_t h[8];
     for (int i = 0; i < 8; i++) h[i] = kPrime * uint64_t(i + 1) ^ bytes;
-    const auto mix = [](uint64_t sum, uint64_t word) { sum = (sum ^ word) * kPrime; return sum ^ sum >> 29; };
+    const auto mix = [](uint64_t sum, uint64_t word) {
+        sum = (sum ^ word) * kPrime;
+        return sum ^ sum >> 29;
+    };
     size_t at = 0;
     for (; at + 64 <= bytes; at += 64)
         for (int i = 0; i < 8; i++) {
@@ -307,7 +347,9 @@ uint64_t hash_of(const uint8_t* data, size_t bytes) {
 Pages read_packed(const Packed& file, int threads, bool map) {
     struct Descriptor {
         int fd;
-        ~Descriptor() { if (fd >= 0) close(fd); }
+        ~Descriptor() {
+            if (fd >= 0) close(fd);
+        }
     } source{open(file.path.c_str(), O_RDONLY | O_CLOEXEC)};
     const off_t size = source.fd < 0 ? -1 : lseek(source.fd, 0, SEEK_END);
     if (size < 0) throw DamagedError(file.path + " cannot be read");
@@ -322,7 +364,10 @@ Pages read_packed(const Packed& file, int threads, bool map) {
         for (size_t i; (i = next.fetch_add(1)) < file.pieces.size();) {
             for (size_t at = starts[i]; at < starts[i + 1];) {
                 const ssize_t got = pread(source.fd, pages.data() + at, starts[i + 1] - at, off_t(at));
-                if (got <= 0) { unread++; return; }
+                if (got <= 0) {
+                    unread++;
+                    return;
+                }
                 at += size_t(got);
             }
             if (hash_of(pages.data() + starts[i], file.pieces[i].bytes) != file.pieces[i].hash) wrong++;

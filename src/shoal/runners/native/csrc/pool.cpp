@@ -56,8 +56,10 @@ std::string first_line(const std::string& path) {
 // "max 100000" and "200000 100000" of version 2; version 1 has a file for each number. 0: no limit.
 double quota_at(const std::string& folder) {
     std::string quota = first_line(folder + "/cpu.max"), period;
-    if (const size_t space = quota.find(' '); space != std::string::npos) period = quota.substr(space + 1), quota.resize(space);
-    if (quota.empty()) quota = first_line(folder + "/cpu.cfs_quota_us"), period = first_line(folder + "/cpu.cfs_period_us");
+    if (const size_t space = quota.find(' '); space != std::string::npos)
+        period = quota.substr(space + 1), quota.resize(space);
+    if (quota.empty())
+        quota = first_line(folder + "/cpu.cfs_quota_us"), period = first_line(folder + "/cpu.cfs_period_us");
     const double a = std::atof(quota.c_str()), b = std::atof(period.c_str());
     return a > 0 && b > 0 ? a / b : 0;
 }
@@ -94,7 +96,8 @@ double seconds() { return std::chrono::duration<double>(std::chrono::steady_cloc
 int available_cpus(const std::string& root) {
     std::set<std::string> cores;
     for (int cpu : allowed_cpus()) {
-        const std::string siblings = first_line(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+        const std::string siblings =
+            first_line(root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
         cores.insert(siblings.empty() ? std::to_string(cpu) : siblings);
     }
     int n = cores.empty() ? int(std::thread::hardware_concurrency()) : int(cores.size());
@@ -174,8 +177,10 @@ void Pool::barrier() {
         return;
     }
     for (int spin = 0; turn_.load(std::memory_order_acquire) == turn; spin++) {
-        if (spin < 4000) relax();
-        else std::this_thread::yield();
+        if (spin < 4000)
+            relax();
+        else
+            std::this_thread::yield();
     }
 }
 

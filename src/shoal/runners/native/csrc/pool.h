@@ -16,7 +16,8 @@ class Company {
   public:
     explicit Company(int most) : most_(most), now_(most) {}
     int threads() const { return now_; }
-    void note(double seconds, double lost);  // of a run: what it took, and the most that one of its threads was without a core
+    void note(double seconds,
+              double lost);  // of a run: what it took, and the most that one of its threads was without a core
 
   private:
     static constexpr double kShare = 0.2, kLeast = 1e-4, kFirstRest = 0.25, kLongestRest = 8;
@@ -30,12 +31,13 @@ class Company {
 // for may need this very core.
 class Pool {
   public:
-    Pool(int threads, bool pin);  // pin: thread i stays on the i-th CPU this process may use; the caller's is not ours to move
+    Pool(int threads,
+         bool pin);  // pin: thread i stays on the i-th CPU this process may use; the caller's is not ours to move
     ~Pool() { end(); }
     Pool(const Pool&) = delete;
     int size() const { return int(workers_.size()); }
     int active() const { return company_.threads(); }  // of the next run
-    void run(void (*fn)(void*, int), void* context);  // returns when all that take part have returned
+    void run(void (*fn)(void*, int), void* context);   // returns when all that take part have returned
     void barrier();
 
   private:

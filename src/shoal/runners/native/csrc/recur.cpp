@@ -31,8 +31,10 @@ void unit_length(const float* x, int n, float eps, float scale, float* out) {
 void Step::recur_head(const Layer& l, const Fed& fed, int head, Scratch& s) {
     const bool delta = l.mixer == Mixer::kDelta;
     const int keys = l.kv_heads * l.dim, key = l.key_of[size_t(head)] * l.dim;
-    const int v_at = (delta ? 2 * keys : 0) + head * l.v_dim, q_at = delta ? key : l.inner() + keys + key, k_at = delta ? keys + key : l.inner() + key;
-    float* state = m.state(plan->sequences[size_t(fed.sequence)].id) + l.state_at + size_t(l.taps - 1) * l.convolution.channels + size_t(head) * l.dim * l.v_dim;
+    const int v_at = (delta ? 2 * keys : 0) + head * l.v_dim, q_at = delta ? key : l.inner() + keys + key,
+              k_at = delta ? keys + key : l.inner() + key;
+    float* state = m.state(plan->sequences[size_t(fed.sequence)].id) + l.state_at +
+                   size_t(l.taps - 1) * l.convolution.channels + size_t(head) * l.dim * l.v_dim;
     float *queries = s.keys.data(), *keyed = queries + kTokensAtOnce * l.dim;
     for (int done = 0; done < fed.count; done += kTokensAtOnce) {
         const int n = std::min(kTokensAtOnce, fed.count - done);
@@ -48,7 +50,18 @@ void Step::recur_head(const Layer& l, const Fed& fed, int head, Scratch& s) {
             unit_length(at + q_at, l.dim, l.l2_eps, 1.f / std::sqrt(float(l.dim)), queries + t * l.dim);
             unit_length(at + k_at, l.dim, l.l2_eps, 1.f, keyed + t * l.dim);
         }
-        const Recurrence r{delta ? queries : row + q_at, delta ? keyed : row + k_at, decay, beta, row + v_at, n, delta ? l.dim : l.columns, l.columns, l.dim, l.v_dim, delta ? 0.f : l.skip[head], delta};
+        const Recurrence r{delta ? queries : row + q_at,
+                           delta ? keyed : row + k_at,
+                           decay,
+                           beta,
+                           row + v_at,
+                           n,
+                           delta ? l.dim : l.columns,
+                           l.columns,
+                           l.dim,
+                           l.v_dim,
+                           delta ? 0.f : l.skip[head],
+                           delta};
         k.recur(r, state);
     }
 }
@@ -61,7 +74,8 @@ void Step::finish_recurrent(const Layer& l, Batch& b, int row, Scratch& s) {
     const Tile& tile = b.attended.of(row);
     float* x = s.row.data();
     memcpy(x, at + (delta ? 2 * l.kv_heads * l.dim : 0), size_t(width) * 4);
-    if (l.mixer == Mixer::kMamba) k.gate_by(x, at + l.z_at, width, true);  // before the norm; the delta net gates after it
+    if (l.mixer == Mixer::kMamba)
+        k.gate_by(x, at + l.z_at, width, true);  // before the norm; the delta net gates after it
     if (l.state_norm.weight)
         for (int i = 0; i < width; i += part) {
             Norm norm = l.state_norm;
@@ -84,7 +98,8 @@ void Step::mix_recurrent(const Layer& l, Batch& b, int thread, size_t& counter, 
         const Input& input = l.inputs[size_t(units[size_t(unit)].first)];
         const int first = units[size_t(unit)].second, count = std::min(most, input.w.strips - first);
         for (const Tile& tile : all.normed.tiles)
-            k.product(input.w, first, count, tile, out + size_t(tile.first) * l.columns + input.column + first * kStrip, l.columns, false);
+            k.product(input.w, first, count, tile, out + size_t(tile.first) * l.columns + input.column + first * kStrip,
+                      l.columns, false);
     });
     meet(thread, kMix);
     const Convolution& conv = l.convolution;
@@ -92,13 +107,16 @@ void Step::mix_recurrent(const Layer& l, Batch& b, int thread, size_t& counter, 
     share(counter++, int(fed.size()) * pieces, [&](int unit) {
         const Fed& f = fed[size_t(unit / pieces)];
         const int from = unit % pieces * kChannelsAtOnce, to = std::min(from + kChannelsAtOnce, conv.channels);
-        float *x = out + size_t(f.first) * l.columns, *state = m.state(plan->sequences[size_t(f.sequence)].id) + l.state_at;
+        float *x = out + size_t(f.first) * l.columns,
+              *state = m.state(plan->sequences[size_t(f.sequence)].id) + l.state_at;
         const bool gated = l.mixer == Mixer::kConvolution;
-        k.convolve(conv, x, gated ? x + l.b_at : nullptr, gated ? x + l.z_at : nullptr, l.columns, f.count, state, from, to);
+        k.convolve(conv, x, gated ? x + l.b_at : nullptr, gated ? x + l.z_at : nullptr, l.columns, f.count, state, from,
+                   to);
     });
     meet(thread, kRecur);
     if (l.mixer != Mixer::kConvolution) {
-        share(counter++, int(fed.size()) * l.heads, [&](int unit) { recur_head(l, fed[size_t(unit / l.heads)], unit % l.heads, s); });
+        share(counter++, int(fed.size()) * l.heads,
+              [&](int unit) { recur_head(l, fed[size_t(unit / l.heads)], unit % l.heads, s); });
         meet(thread, kRecur);
     }
     if (!b.rows) return;

@@ -7,11 +7,13 @@
 #include "kernels.h"
 #include "simd.h"
 
-namespace shoal { namespace {
+namespace shoal {
+namespace {
 
 // Channels from .. to - 1 (multiples of 16) of `tokens` rows x, `step` floats apart, in place. `before` multiplies what goes in and
 // `after` what comes out, where given, rows `step` apart too. `state` [taps - 1][channels] is what came in before, oldest first.
-void convolve(const Convolution& c, float* x, const float* before, const float* after, int step, int tokens, float* state, int from, int to) {
+void convolve(const Convolution& c, float* x, const float* before, const float* after, int step, int tokens,
+              float* state, int from, int to) {
     const int old = c.taps - 1;
     for (int i = from; i < to; i += 16) {
         F seen[kMostTaps], weight[kMostTaps];
@@ -51,8 +53,10 @@ inline void recur_columns(const Recurrence& r, float* s, int column) {
         F a0 = set(0.f), a1 = a0, b0 = a0, b1 = a0;
         for (int i = 0; i < r.dim; i += 2) {
             const F even = set(k[i]), odd = set(k[i + 1]), q0 = set(q[i]), q1 = set(q[i + 1]);
-            const F n0 = fma(u0, even, mul(load(s + i * 32), decay)), n1 = fma(u1, even, mul(load(s + i * 32 + 16), decay));
-            const F n2 = fma(u0, odd, mul(load(s + i * 32 + 32), decay)), n3 = fma(u1, odd, mul(load(s + i * 32 + 48), decay));
+            const F n0 = fma(u0, even, mul(load(s + i * 32), decay)),
+                    n1 = fma(u1, even, mul(load(s + i * 32 + 16), decay));
+            const F n2 = fma(u0, odd, mul(load(s + i * 32 + 32), decay)),
+                    n3 = fma(u1, odd, mul(load(s + i * 32 + 48), decay));
             store(s + i * 32, n0), store(s + i * 32 + 16, n1), store(s + i * 32 + 32, n2), store(s + i * 32 + 48, n3);
             a0 = fma(n0, q0, a0), a1 = fma(n1, q0, a1), b0 = fma(n2, q1, b0), b1 = fma(n3, q1, b1);
         }
@@ -63,9 +67,12 @@ inline void recur_columns(const Recurrence& r, float* s, int column) {
 
 void recur(const Recurrence& r, float* state) {
     for (int column = 0; column < r.v_dim; column += 32) {
-        if (r.delta) recur_columns<true>(r, state + size_t(column) * size_t(r.dim), column);
-        else recur_columns<false>(r, state + size_t(column) * size_t(r.dim), column);
+        if (r.delta)
+            recur_columns<true>(r, state + size_t(column) * size_t(r.dim), column);
+        else
+            recur_columns<false>(r, state + size_t(column) * size_t(r.dim), column);
     }
 }
 
-}}  // namespace shoal::(anonymous)
+}
+}  // namespace shoal::(anonymous)

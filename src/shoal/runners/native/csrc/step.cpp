@@ -23,7 +23,8 @@ namespace shoal {
 
 namespace {
 
-const char* const kPhaseNames[kPhases] = {"embed", "norm", "qkv", "attention", "mix", "recur", "out", "route", "gate_up", "down", "head"};
+const char* const kPhaseNames[kPhases] = {"embed", "norm",  "qkv",     "attention", "mix", "recur",
+                                          "out",   "route", "gate_up", "down",      "head"};
 
 // Which kinds of activations some product of the model takes as floats.
 struct DenseInputs {
@@ -31,9 +32,12 @@ struct DenseInputs {
     explicit DenseInputs(const Model& m) {
         normed = is_dense(m.head()) || is_dense(m.ends().input_project);
         for (const Layer& l : m.layers()) {
-            for (const Matrix* w : {&l.q, &l.k, &l.v, &l.gate, &l.dense.gate, &l.dense.up, &l.expert.gate, &l.expert.up, &l.router, &l.shared_gate, &l.input_gate}) normed |= is_dense(*w);
+            for (const Matrix* w : {&l.q, &l.k, &l.v, &l.gate, &l.dense.gate, &l.dense.up, &l.expert.gate, &l.expert.up,
+                                    &l.router, &l.shared_gate, &l.input_gate})
+                normed |= is_dense(*w);
             for (const Input& input : l.inputs) normed |= is_dense(input.w);
-            attended |= is_dense(l.o), inner |= is_dense(l.dense.down) || is_dense(l.input_project), pair_inner |= is_dense(l.expert.down);
+            attended |= is_dense(l.o), inner |= is_dense(l.dense.down) || is_dense(l.input_project),
+                pair_inner |= is_dense(l.expert.down);
         }
     }
 };
@@ -65,7 +69,8 @@ void Acts::shape_runs(const std::vector<int>& runs, int rows, int k, int max_row
     }
 }
 
-Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels()), counters(model.layers().size() * 20 + 12) {
+Step::Step(const Model& model)
+    : m(model), c(model.config()), k(model.kernels()), counters(model.layers().size() * 20 + 12) {
     scratch.resize(size_t(m.threads()));
     int most_dim = kMostStrips * kStrip, row = c.embd, state = 0, keys = 0;
     for (const Layer& l : m.layers()) {
@@ -77,7 +82,8 @@ Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels())
     for (auto& s : scratch) {
         s.one.resize(size_t(k.max_rows) * size_t(most_dim)), s.two.resize(s.one.size());
         s.state.resize(size_t(kRowsAtOnce) * size_t(state));
-        s.row.resize(size_t(row)), s.other.resize(size_t(c.embd)), s.wide.resize(size_t(c.inputs.size) * m.layers().size());
+        s.row.resize(size_t(row)), s.other.resize(size_t(c.embd)),
+            s.wide.resize(size_t(c.inputs.size) * m.layers().size());
         s.keys.resize(size_t(kTokensAtOnce) * 2 * size_t(keys));
         s.rows.resize(kRowsAtOnce);
     }
@@ -90,9 +96,11 @@ void Step::form(Batch& batch, int rows) {
     int attended = 0, inner = c.inputs.size, kv_heads = 0;
     bool delta = c.inputs.size > 0, own = false;
     for (const Layer& l : m.layers()) {
-        attended = std::max(attended, l.inner()), inner = std::max({inner, l.feed == Feed::kDense ? l.ff : 0, l.shared});
+        attended = std::max(attended, l.inner()),
+        inner = std::max({inner, l.feed == Feed::kDense ? l.ff : 0, l.shared});
         kv_heads = std::max(kv_heads, l.attends() ? l.kv_heads : 0);
-        delta |= l.residual_scale != 1.f || l.mixer_post_norm.weight || l.ff_post_norm.weight || l.feed == Feed::kMixture;
+        delta |=
+            l.residual_scale != 1.f || l.mixer_post_norm.weight || l.ff_post_norm.weight || l.feed == Feed::kMixture;
         own |= norms_inputs(l);
     }
     batch.rows = rows;
@@ -103,14 +111,18 @@ void Step::form(Batch& batch, int rows) {
     batch.normed.shape(rows, c.embd, k.max_rows, dense.normed);
     batch.attended.shape(rows, attended, k.max_rows, dense.attended);
     batch.inner.shape(rows, inner, k.max_rows, dense.inner);
-    if (own) batch.experts_in.shape(rows, c.embd, k.max_rows, dense.normed), batch.shared_in.shape(rows, c.embd, k.max_rows, dense.normed);
+    if (own)
+        batch.experts_in.shape(rows, c.embd, k.max_rows, dense.normed),
+            batch.shared_in.shape(rows, c.embd, k.max_rows, dense.normed);
     // Attention units: runs of rows that start with the same block, in pieces small enough to keep all threads busy.
     batch.spans.clear();
     const int piece = std::clamp(rows * kv_heads / (m.threads() * 3), 1, kRowsAtOnce);
     for (int i = 0; i < rows;) {
         int j = i + 1;
         const int block = plan->sequences[size_t(batch.queries[size_t(i)].sequence)].table[0];
-        while (j < rows && j - i < piece && plan->sequences[size_t(batch.queries[size_t(j)].sequence)].table[0] == block) j++;
+        while (j < rows && j - i < piece &&
+               plan->sequences[size_t(batch.queries[size_t(j)].sequence)].table[0] == block)
+            j++;
         batch.spans.push_back({i, j});
         i = j;
     }
@@ -119,17 +131,20 @@ void Step::form(Batch& batch, int rows) {
         for (int i = s.from; i < s.to; i++) sum += batch.queries[size_t(i)].position;
         return sum;
     };
-    std::stable_sort(batch.spans.begin(), batch.spans.end(), [&](const Span& a, const Span& b) { return cost(a) > cost(b); });
+    std::stable_sort(batch.spans.begin(), batch.spans.end(),
+                     [&](const Span& a, const Span& b) { return cost(a) > cost(b); });
 }
 
 void Step::prepare(const Plan& p, float* logits) {
     plan = &p;
     std::vector<int> order(p.sequences.size());
     for (size_t i = 0; i < order.size(); i++) order[i] = int(i);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return p.sequences[size_t(a)].table < p.sequences[size_t(b)].table; });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int a, int b) { return p.sequences[size_t(a)].table < p.sequences[size_t(b)].table; });
     std::vector<float*> rows_out(p.sequences.size(), nullptr);
     for (size_t i = 0, n = 0; i < p.sequences.size(); i++)
-        if (p.sequences[i].want == Want::kLogits) rows_out[i] = logits + size_t(c.vocab) * n, n += size_t(p.sequences[i].rows);
+        if (p.sequences[i].want == Want::kLogits)
+            rows_out[i] = logits + size_t(c.vocab) * n, n += size_t(p.sequences[i].rows);
     all.queries.clear(), last.queries.clear(), tokens.clear(), fed.clear(), logits_of.clear(), top_of.clear();
     for (int s : order) {
         const Sequence& seq = p.sequences[size_t(s)];
@@ -140,7 +155,8 @@ void Step::prepare(const Plan& p, float* logits) {
             tokens.push_back(seq.tokens[i]);
             if (i + wanted < count) continue;
             last.queries.push_back(all.queries.back());
-            logits_of.push_back(rows_out[size_t(s)] ? rows_out[size_t(s)] + size_t(c.vocab) * (i + wanted - count) : nullptr);
+            logits_of.push_back(rows_out[size_t(s)] ? rows_out[size_t(s)] + size_t(c.vocab) * (i + wanted - count)
+                                                    : nullptr);
             top_of.push_back(seq.want == Want::kTop ? size_t(seq.top) : 0);
         }
     }
@@ -151,7 +167,9 @@ void Step::prepare(const Plan& p, float* logits) {
     for (const Layer& l : m.layers()) {
         if (l.attends()) heads = std::max(heads, size_t(l.heads * l.dim));
         if (l.gate.data) gated = std::max(gated, size_t(l.inner()));
-        columns = std::max(columns, l.recurs() ? size_t(l.columns) : l.norm_over_heads ? size_t(l.heads + l.kv_heads) * size_t(l.dim) : 0);
+        columns = std::max(columns, l.recurs()          ? size_t(l.columns)
+                                    : l.norm_over_heads ? size_t(l.heads + l.kv_heads) * size_t(l.dim)
+                                                        : 0);
         if (l.feed != Feed::kMixture) continue;
         experts = std::max(experts, size_t(score_columns(l))), used = std::max(used, size_t(l.used));
     }
@@ -162,12 +180,15 @@ void Step::prepare(const Plan& p, float* logits) {
     if (experts) {
         const size_t pair_count = size_t(rows) * used;
         if (scores.size() < size_t(rows) * experts) scores.resize(size_t(rows) * experts);
-        if (weights.size() < pair_count) weights.resize(pair_count), chosen.resize(pair_count), place.resize(pair_count), pair_row.resize(pair_count);
+        if (weights.size() < pair_count)
+            weights.resize(pair_count), chosen.resize(pair_count), place.resize(pair_count),
+                pair_row.resize(pair_count);
         grow(pair_out, pair_count * size_t(c.embd) * 4);
     }
     size_t angles = 0;
     angles_at.clear();
-    for (const Rotary& rotary : c.rotaries) angles_at.push_back(angles), angles += size_t(rows) * rotary.frequencies.size();
+    for (const Rotary& rotary : c.rotaries)
+        angles_at.push_back(angles), angles += size_t(rows) * rotary.frequencies.size();
     if (cosines.size() < angles) cosines.resize(angles), sines.resize(angles);
     for (auto& counter : counters) counter.next.store(0, std::memory_order_relaxed);
     for (auto& s : scratch) s.best.assign(size_t(last.rows), {});
@@ -194,21 +215,27 @@ void Step::embed(int row) {
 }
 
 void Step::normalise(const Norm& norm, const float* x, int n, float* out) const {
-    if (norm.layer) k.layer_norm(x, norm.weight, norm.bias, n, norm.eps, out);
-    else k.rms_norm(x, norm.weight, n, norm.eps, out);
+    if (norm.layer)
+        k.layer_norm(x, norm.weight, norm.bias, n, norm.eps, out);
+    else
+        k.rms_norm(x, norm.weight, n, norm.eps, out);
 }
 
 // The chosen experts of a row, in the order of their choice, are added to the shared one's part in `delta`.
 void Step::add_experts(const Layer& l, Batch& batch, int row, Scratch& s) {
     float* delta = batch.delta + size_t(row) * size_t(c.embd);
-    if (!l.shared) memset(delta, 0, size_t(c.embd) * 4);
-    else if (l.shared_gate.data) k.soft_cap(delta, c.embd, scores[size_t(row) * size_t(score_columns(l)) + size_t(l.router.strips * kStrip)], 0.f);
+    if (!l.shared)
+        memset(delta, 0, size_t(c.embd) * 4);
+    else if (l.shared_gate.data)
+        k.soft_cap(delta, c.embd, scores[size_t(row) * size_t(score_columns(l)) + size_t(l.router.strips * kStrip)],
+                   0.f);
     if (l.shared_post_norm.weight) normalise(l.shared_post_norm, delta, c.embd, delta);
     float* sum = delta;
     if (l.experts_post_norm.weight) sum = s.other.data(), memset(sum, 0, size_t(c.embd) * 4);
     for (int j = 0; j < l.used; j++) {
         const size_t pair = size_t(row) * l.used + j;
-        k.add_scaled(sum, reinterpret_cast<const float*>(pair_out.data()) + size_t(place[pair]) * c.embd, weights[pair], c.embd);
+        k.add_scaled(sum, reinterpret_cast<const float*>(pair_out.data()) + size_t(place[pair]) * c.embd, weights[pair],
+                     c.embd);
     }
     if (sum == delta) return;
     normalise(l.experts_post_norm, sum, c.embd, sum);
@@ -218,7 +245,9 @@ void Step::add_experts(const Layer& l, Batch& batch, int row, Scratch& s) {
 void Step::add_pending(Batch& batch, int row, const Pending& pending, Scratch& s) {
     const Layer& l = *pending.layer;
     float *x = batch.x + size_t(row) * size_t(c.embd), *delta = batch.delta + size_t(row) * size_t(c.embd);
-    const Norm& post = pending.of == Of::kInput ? l.input_norm : pending.of == Of::kFeed ? l.ff_post_norm : l.mixer_post_norm;
+    const Norm& post = pending.of == Of::kInput  ? l.input_norm
+                       : pending.of == Of::kFeed ? l.ff_post_norm
+                                                 : l.mixer_post_norm;
     const bool mixture = pending.of == Of::kFeed && l.feed == Feed::kMixture;
     if (mixture) add_experts(l, batch, row, s);
     if (mixture || pending.of == Of::kInput || !adds_at_once(post, l)) {
@@ -232,12 +261,14 @@ void Step::add_pending(Batch& batch, int row, const Pending& pending, Scratch& s
 // The residual stream of the rows whose logits are wanted.
 void Step::take_last_rows() {
     const size_t width = size_t(c.embd);
-    for (size_t r = 0; r < last.queries.size(); r++) memcpy(last.x + r * width, all.x + size_t(last.queries[r].source) * width, width * 4);
+    for (size_t r = 0; r < last.queries.size(); r++)
+        memcpy(last.x + r * width, all.x + size_t(last.queries[r].source) * width, width * 4);
 }
 
 // What the router, the experts and the shared expert take of x, each through a norm of its own.
 void Step::quantise_own(const Layer& l, Batch& batch, int row, const float* x, Scratch& s) {
-    const std::pair<const Norm*, const Acts*> parts[] = {{&l.router_norm, &batch.normed}, {&l.experts_norm, &batch.experts_in}, {&l.shared_norm, &batch.shared_in}};
+    const std::pair<const Norm*, const Acts*> parts[] = {
+        {&l.router_norm, &batch.normed}, {&l.experts_norm, &batch.experts_in}, {&l.shared_norm, &batch.shared_in}};
     for (const auto& [norm, acts] : parts) {
         const Tile& tile = acts->of(row);
         if (norm->weight) normalise(*norm, x, c.embd, s.other.data());
@@ -245,7 +276,8 @@ void Step::quantise_own(const Layer& l, Batch& batch, int row, const float* x, S
     }
 }
 
-void Step::settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s, const Layer* mixture) {
+void Step::settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s,
+                  const Layer* mixture) {
     share(counter, int(batch.normed.tiles.size()), [&](int unit) {  // rows of a tile share cache lines: one thread's
         const Tile& tile = batch.normed.tiles[size_t(unit)];
         for (int r = 0; r < tile.rows; r++) {
@@ -253,8 +285,10 @@ void Step::settle(Batch& batch, size_t counter, const Pending& pending, const No
             const float* x = batch.x + size_t(row) * size_t(c.embd);
             if (pending.layer) add_pending(batch, row, pending, s);
             if (norm.weight) normalise(norm, x, c.embd, s.row.data());
-            if (mixture && norms_inputs(*mixture)) quantise_own(*mixture, batch, row, norm.weight ? s.row.data() : x, s);
-            else k.quantise(norm.weight ? s.row.data() : x, c.embd, tile, r, 0);
+            if (mixture && norms_inputs(*mixture))
+                quantise_own(*mixture, batch, row, norm.weight ? s.row.data() : x, s);
+            else
+                k.quantise(norm.weight ? s.row.data() : x, c.embd, tile, r, 0);
         }
     });
 }
@@ -271,7 +305,8 @@ void Step::make_inputs(int thread, size_t& counter, Scratch& s) {
     share(counter++, all.rows, [&](int row) {
         float* x = out + size_t(row) * width;
         k.soft_cap(x, width, facts.project_scale, 0.f);
-        for (int i = 0; i < parts; i++) normalise(m.ends().input_norm, x + i * facts.size, facts.size, x + i * facts.size);
+        for (int i = 0; i < parts; i++)
+            normalise(m.ends().input_norm, x + i * facts.size, facts.size, x + i * facts.size);
         unpack_row(m.ends().input_embedding, tokens[size_t(row)], s.wide.data());
         k.add_scaled(x, s.wide.data(), facts.embedding_scale, width);
         k.soft_cap(x, width, facts.scale, 0.f);
@@ -288,7 +323,8 @@ void Step::take_input(const Layer& l, size_t layer, Batch& b, int thread, size_t
             k.product(l.input_gate, strip, 1, tile, s.one.data(), kStrip, false);
             for (int i = 0; i < tile.rows; i++) {
                 const size_t source = size_t(b.queries[size_t(tile.first + i)].source);
-                const float* input = reinterpret_cast<const float*>(inputs.data()) + source * size_t(width) + layer * size_t(size) + size_t(strip * kStrip);
+                const float* input = reinterpret_cast<const float*>(inputs.data()) + source * size_t(width) +
+                                     layer * size_t(size) + size_t(strip * kStrip);
                 k.activate(Activation::kGelu, s.one.data() + i * kStrip, input, kStrip, 0.f, 0.f);
                 k.quantise(s.one.data() + i * kStrip, kStrip, b.inner.tiles[t], i, strip * kStrip);
             }
@@ -299,11 +335,13 @@ void Step::take_input(const Layer& l, size_t layer, Batch& b, int thread, size_t
     meet(thread, kDown);
 }
 
-void Step::project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter, float* out, int ld, bool accumulate) {
+void Step::project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter, float* out, int ld,
+                   bool accumulate) {
     const int width = w.strips * kStrip, most = strips_of(batch.rows, width), all_strips = w.strips;
     share(counter, units_of(batch.rows, width), [&](int unit) {
         for (const Tile& tile : acts.tiles)
-            k.product(w, unit * most, std::min(most, all_strips - unit * most), tile, out + size_t(tile.first) * size_t(ld) + unit * most * kStrip, ld, accumulate);
+            k.product(w, unit * most, std::min(most, all_strips - unit * most), tile,
+                      out + size_t(tile.first) * size_t(ld) + unit * most * kStrip, ld, accumulate);
     });
 }
 
@@ -317,7 +355,8 @@ void Step::take_best(const float* x, int n, int first, size_t count, Best& best)
     for (int i = 0; i < n; i++) {
         if (top.size() == count && !(x[i] > top.back().first)) continue;
         if (top.size() == count) top.pop_back();
-        top.insert(std::upper_bound(top.begin(), top.end(), x[i], [](float a, const auto& b) { return a > b.first; }), {x[i], first + i});
+        top.insert(std::upper_bound(top.begin(), top.end(), x[i], [](float a, const auto& b) { return a > b.first; }),
+                   {x[i], first + i});
     }
 }
 
@@ -325,12 +364,15 @@ void Step::vocabulary(int unit, Scratch& s) {
     const int first = unit * kHeadWidth, width = std::min(kHeadWidth, c.vocab - first);
     int row = 0;
     for (const Tile& tile : last.normed.tiles) {
-        k.product(m.head(), unit * (kHeadWidth / kStrip), (width + kStrip - 1) / kStrip, tile, s.one.data(), kHeadWidth, false);
+        k.product(m.head(), unit * (kHeadWidth / kStrip), (width + kStrip - 1) / kStrip, tile, s.one.data(), kHeadWidth,
+                  false);
         for (int i = 0; i < tile.rows; i++, row++) {
             float* x = s.one.data() + i * kHeadWidth;
             if (c.logit_scale != 1.f || c.cap != 0.f) k.soft_cap(x, kHeadWidth, c.logit_scale, c.cap);
-            if (logits_of[size_t(row)]) memcpy(logits_of[size_t(row)] + first, x, size_t(width) * 4);
-            else take_best(x, width, first, top_of[size_t(row)], s.best[size_t(row)]);
+            if (logits_of[size_t(row)])
+                memcpy(logits_of[size_t(row)] + first, x, size_t(width) * 4);
+            else
+                take_best(x, width, first, top_of[size_t(row)], s.best[size_t(row)]);
         }
     }
 }
@@ -351,8 +393,10 @@ void Step::pass(int thread) {
             settle(all, counter++, pending, l.mixer_norm, s);
             meet(thread, kNorm);
             Batch& b = i < last_mixer ? all : last;
-            if (l.attends()) mix_attention(l, b, thread, counter, s);
-            else mix_recurrent(l, b, thread, counter, s);
+            if (l.attends())
+                mix_attention(l, b, thread, counter, s);
+            else
+                mix_recurrent(l, b, thread, counter, s);
             if (!b.rows) return;
             const bool at_once = adds_at_once(l.mixer_post_norm, l);
             project(b, b.attended, l.o, counter++, at_once ? b.x : b.delta, c.embd, at_once);
@@ -387,11 +431,14 @@ std::vector<Best> Step::best() const {
         for (const auto& s : scratch) {
             const Best& b = s.best[r];
             best.bad += b.bad;
-            if (b.value > best.value || (b.value == best.value && b.token < best.token)) best.value = b.value, best.token = b.token;
+            if (b.value > best.value || (b.value == best.value && b.token < best.token))
+                best.value = b.value, best.token = b.token;
             best.top.insert(best.top.end(), b.top.begin(), b.top.end());
         }
         if (best.bad != 0.f) best.token = -1, best.top.clear();
-        std::sort(best.top.begin(), best.top.end(), [](const auto& a, const auto& b) { return a.first != b.first ? a.first > b.first : a.second < b.second; });
+        std::sort(best.top.begin(), best.top.end(), [](const auto& a, const auto& b) {
+            return a.first != b.first ? a.first > b.first : a.second < b.second;
+        });
         best.top.resize(std::min(best.top.size(), top_of[r]));
     }
     return out;
@@ -402,7 +449,9 @@ std::vector<Best> Step::best() const {
 Answer Model::run(const Plan& plan, float* logits) {
     check(plan);
     for (auto [from, to] : plan.copies) {
-        if (from != to) memcpy(kv_pages_.data() + size_t(to) * block_bytes_, kv_pages_.data() + size_t(from) * block_bytes_, block_bytes_);
+        if (from != to)
+            memcpy(kv_pages_.data() + size_t(to) * block_bytes_, kv_pages_.data() + size_t(from) * block_bytes_,
+                   block_bytes_);
         written_[size_t(to)] = written_[size_t(from)];
     }
     Answer answer;

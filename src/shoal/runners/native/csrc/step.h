@@ -15,12 +15,13 @@ inline void grow(Pages& pages, size_t bytes) {
 inline bool is_dense(const Matrix& w) { return w.data && int(w.codes) >= 16; }
 
 enum Phase { kEmbed, kNorm, kQkv, kAttention, kMix, kRecur, kOut, kRoute, kGateUp, kDown, kHead, kPhases };
-constexpr int kRowsAtOnce = 8;    // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
+constexpr int kRowsAtOnce = 8;  // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
 constexpr int kHeadWidth = 64;
 constexpr int kFewRows = 12;
-constexpr int kMostStrips = 8;    // of one unit: see strips_of
+constexpr int kMostStrips = 8;        // of one unit: see strips_of
 constexpr int kChannelsAtOnce = 256;  // of a convolution, for one unit
-constexpr int kTokensAtOnce = 32;     // of a recurrence: their keys and queries stay in cache beside 32 columns of the state
+constexpr int kTokensAtOnce =
+    32;  // of a recurrence: their keys and queries stay in cache beside 32 columns of the state
 
 // Quantised rows of one width, cut into tiles of at most max_rows, as even as can be. `dense`: the values themselves too.
 class Acts {
@@ -41,8 +42,12 @@ class Acts {
     Pages memory_;
 };
 
-struct QueryRow { int sequence, position, source; };  // source: its row in the q buffer and in `all`
-struct Span { int from, to; };                        // query rows that one attention unit takes
+struct QueryRow {
+    int sequence, position, source;
+};  // source: its row in the q buffer and in `all`
+struct Span {
+    int from, to;
+};  // query rows that one attention unit takes
 
 // Rows that go through a layer together.
 struct Batch {
@@ -63,7 +68,9 @@ struct Pending {
 };
 
 // The rows of one expert: pairs first .. of the step, in tiles from .. to - 1.
-struct Run { int expert, first, from, to; };
+struct Run {
+    int expert, first, from, to;
+};
 
 struct Best {
     float value = -INFINITY;
@@ -80,7 +87,9 @@ struct Scratch {
 };
 
 struct Step {
-    struct alignas(64) Counter { std::atomic<int> next{0}; };
+    struct alignas(64) Counter {
+        std::atomic<int> next{0};
+    };
     explicit Step(const Model& model);
     void prepare(const Plan& plan, float* logits);
     void pass(int thread);
@@ -90,16 +99,18 @@ struct Step {
     const Config& c;
     const Kernels& k;
     const Plan* plan = nullptr;
-    Batch all, last;              // every fed row; those whose logits are wanted
-    std::vector<int> tokens;      // of all.queries
-    struct Fed { int first, count, sequence; };
-    std::vector<Fed> fed;         // of each sequence, its rows in `all`
-    Pages q;                      // [rows][heads][dim * 2]: see Row
-    Pages gates;                  // [rows][heads * v_dim]: attention's output gates
-    Pages mixed;                  // [rows][columns]: inputs of a recurrent mixer; [rows][heads * dim] where norms go over all heads
-    Pages inputs;                 // [rows][layers * size]: per-layer embeddings
-    std::vector<float> cosines, sines;                // [rotaries][rows][pairs]
-    std::vector<size_t> angles_at;                    // of each rotary, in cosines and sines
+    Batch all, last;          // every fed row; those whose logits are wanted
+    std::vector<int> tokens;  // of all.queries
+    struct Fed {
+        int first, count, sequence;
+    };
+    std::vector<Fed> fed;  // of each sequence, its rows in `all`
+    Pages q;               // [rows][heads][dim * 2]: see Row
+    Pages gates;           // [rows][heads * v_dim]: attention's output gates
+    Pages mixed;   // [rows][columns]: inputs of a recurrent mixer; [rows][heads * dim] where norms go over all heads
+    Pages inputs;  // [rows][layers * size]: per-layer embeddings
+    std::vector<float> cosines, sines;  // [rotaries][rows][pairs]
+    std::vector<size_t> angles_at;      // of each rotary, in cosines and sines
     std::vector<float*> logits_of;      // per row of `last`, null where only the best are wanted
     std::vector<size_t> top_of;         // per row of `last`, how many of them
     std::vector<Counter> counters;
@@ -111,12 +122,13 @@ struct Step {
     std::vector<float> scores, weights;
     std::vector<int> chosen, place;
     std::vector<Run> runs;
-    std::vector<int> pair_row;    // of each pair, its row
+    std::vector<int> pair_row;  // of each pair, its row
     Acts pairs, pair_inner;
-    Pages pair_out;               // [pairs][embd]
+    Pages pair_out;  // [pairs][embd]
 
   private:
-    template <class F> void share(size_t counter, int units, F f) {
+    template <class F>
+    void share(size_t counter, int units, F f) {
         for (int u; (u = counters[counter].next.fetch_add(1, std::memory_order_relaxed)) < units;) f(u);
     }
     void meet(int thread, Phase phase) {
@@ -137,17 +149,24 @@ struct Step {
     }
     static int score_columns(const Layer& l) { return (l.router.strips + l.shared_gate.strips) * kStrip; }
     bool adds_at_once(const Norm& post, const Layer& l) const { return !post.weight && l.residual_scale == 1.f; }
-    const float* cosines_of(int rotary, int row) const { return cosines.data() + angles_at[size_t(rotary)] + size_t(row) * c.rotaries[size_t(rotary)].frequencies.size(); }
-    const float* sines_of(int rotary, int row) const { return sines.data() + angles_at[size_t(rotary)] + size_t(row) * c.rotaries[size_t(rotary)].frequencies.size(); }
+    const float* cosines_of(int rotary, int row) const {
+        return cosines.data() + angles_at[size_t(rotary)] + size_t(row) * c.rotaries[size_t(rotary)].frequencies.size();
+    }
+    const float* sines_of(int rotary, int row) const {
+        return sines.data() + angles_at[size_t(rotary)] + size_t(row) * c.rotaries[size_t(rotary)].frequencies.size();
+    }
     void form(Batch& batch, int rows);
     void take_last_rows();
     void embed(int row);
     void normalise(const Norm& norm, const float* x, int n, float* out) const;
-    void settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s, const Layer* mixture = nullptr);
+    void settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s,
+                const Layer* mixture = nullptr);
     void add_pending(Batch& batch, int row, const Pending& pending, Scratch& s);
     void add_experts(const Layer& l, Batch& batch, int row, Scratch& s);
     void quantise_own(const Layer& l, Batch& batch, int row, const float* x, Scratch& s);
-    bool norms_inputs(const Layer& l) const { return l.router_norm.weight || l.experts_norm.weight || l.shared_norm.weight; }
+    bool norms_inputs(const Layer& l) const {
+        return l.router_norm.weight || l.experts_norm.weight || l.shared_norm.weight;
+    }
     void make_inputs(int thread, size_t& counter, Scratch& s);
     void take_input(const Layer& l, size_t layer, Batch& b, int thread, size_t& counter, Scratch& s);
     void project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter, float* out, int ld, bool accumulate);
@@ -164,8 +183,12 @@ struct Step {
     void write_kv(const Layer& l, int head, int row, const float* x, bool value);
     void attend(const Layer& l, Batch& batch, int unit, Scratch& s);
     void walk(const Layer& l, const Batch& batch, int head, int from, int to, int span, int base, Scratch& s);
-    int begin_of(const Layer& l, int position) const { return l.window && position >= l.window ? position - l.window + 1 : 0; }
-    uint8_t* query(const Layer& l, int row, int head) const { return q.data() + (size_t(row) * l.heads + head) * l.dim * 2; }
+    int begin_of(const Layer& l, int position) const {
+        return l.window && position >= l.window ? position - l.window + 1 : 0;
+    }
+    uint8_t* query(const Layer& l, int row, int head) const {
+        return q.data() + (size_t(row) * l.heads + head) * l.dim * 2;
+    }
 
     // recur.cpp
     void mix_recurrent(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
@@ -174,7 +197,8 @@ struct Step {
 
     // feed.cpp
     void feed_forward(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
-    void gate_up(const FeedForward& f, const Acts& in, const Acts& out, int from, int to, int expert, int unit, int most, Scratch& s);
+    void gate_up(const FeedForward& f, const Acts& in, const Acts& out, int from, int to, int expert, int unit,
+                 int most, Scratch& s);
     void mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
     void choose(const Layer& l, int row);
     void group_pairs(const Layer& l, Batch& b, const Acts& in);

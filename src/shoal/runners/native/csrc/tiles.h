@@ -12,7 +12,8 @@
 #include "products.h"
 
 #if defined(__AMX_INT8__) && !defined(SHOAL_PLAIN)
-namespace shoal { namespace {
+namespace shoal {
+namespace {
 
 constexpr int kSub = 16, kChunk = 8;  // rows of a matrix register; groups at once
 
@@ -31,7 +32,8 @@ inline void shape_tiles(int rows, int inputs) {
     _tile_loadconfig(&t);
 }
 
-template <Scales kScales> struct alignas(64) Unpacked {
+template <Scales kScales>
+struct alignas(64) Unpacked {
     static constexpr int kParts = kGroup / scale_inputs(kScales);
     uint8_t codes[2][kChunk][8][64];
     float d[2][kChunk][kParts][16], m[2][kChunk][kParts][16];
@@ -41,7 +43,8 @@ inline F some(const float* p, int n) { return {_mm512_maskz_loadu_ps(__mmask16((
 inline F each(const float* p) { return {_mm512_set1_ps(*p)}; }
 
 // Groups from .. from + count - 1 of both halves of a strip.
-template <Codes kCodes, Scales kScales> inline void unpack(const Matrix& w, const uint8_t* data, int from, int count, Unpacked<kScales>& u) {
+template <Codes kCodes, Scales kScales>
+inline void unpack(const Matrix& w, const uint8_t* data, int from, int count, Unpacked<kScales>& u) {
     constexpr bool kMin = has_min(kScales), kTable = kCodes == Codes::kTable;
     constexpr int kGroups = groups_of_block(kScales), kBytes = block_bytes(kCodes, kScales), kShare = kBytes / kGroups;
     const __m512i offset = _mm512_set1_epi8(int8_t(kMin ? 0 : 1 << w.offset_log2));
@@ -49,7 +52,8 @@ template <Codes kCodes, Scales kScales> inline void unpack(const Matrix& w, cons
     const F unit = set(float_of(uint32_t(w.unit_log2 + 127) << 23));
     for (int i = 0; i < count; i++) {
         const int g = from + i, within = g % kGroups;
-        const uint8_t *block = data + size_t(g / kGroups) * kBytes, *codes = block + scale_bytes(kScales) + within * group_bytes(kCodes);
+        const uint8_t *block = data + size_t(g / kGroups) * kBytes,
+                      *codes = block + scale_bytes(kScales) + within * group_bytes(kCodes);
 #pragma GCC unroll 32
         for (int line = 0; line < kShare; line += 64) __builtin_prefetch(block + within * kShare + kAhead + line, 0, 2);
         for (int half = 0; half < 2; half++) {
@@ -85,7 +89,8 @@ inline void add_part(const int32_t* c, const float* d, const float* m, const flo
 
 // `count` groups of one half for the rows r0 .. of a tile; sums[r] go on.
 template <int kRows, Scales kScales>
-void add_chunk(const Unpacked<kScales>& u, int half, const int8_t* a, int step, const RowScales& rows, int count, float (*sums)[16]) {
+void add_chunk(const Unpacked<kScales>& u, int half, const int8_t* a, int step, const RowScales& rows, int count,
+               float (*sums)[16]) {
     constexpr int kParts = Unpacked<kScales>::kParts;
     alignas(64) int32_t c[2][2][kSub * 16];
     F acc[kRows];
@@ -93,7 +98,7 @@ void add_chunk(const Unpacked<kScales>& u, int half, const int8_t* a, int step, 
     for (int r = 0; r < kRows; r++) acc[r] = load(sums[r]);
     // Two registers at a time, two groups or both parts of one; the next two are made while these are added.
     constexpr int kStep = kParts == 1 ? 2 : 1, kBytes = kParts == 1 ? 0 : 16;
-    const auto make = [&](int i, int32_t (*to)[kSub * 16]) {
+    const auto make = [&](int i, int32_t (*to)[kSub* 16]) {
         const int j = kParts == 1 && i + 1 < count ? i + 1 : i;
         _tile_zero(0);
         _tile_loadd(2, a + size_t(i) * step, kGroup);
@@ -106,19 +111,24 @@ void add_chunk(const Unpacked<kScales>& u, int half, const int8_t* a, int step, 
         _tile_stored(0, to[0], 64);
         _tile_stored(1, to[1], 64);
     };
-    const auto add = [&](int i, int h, const int32_t* from) { add_part<kRows, kScales>(from, u.d[half][i][h], u.m[half][i][h], rows.s[i], rows.t[i][h], acc); };
+    const auto add = [&](int i, int h, const int32_t* from) {
+        add_part<kRows, kScales>(from, u.d[half][i][h], u.m[half][i][h], rows.s[i], rows.t[i][h], acc);
+    };
     make(0, c[0]);
     for (int i = 0, now = 0; i < count; i += kStep, now ^= 1) {
         if (i + kStep < count) make(i + kStep, c[now ^ 1]);
         add(i, 0, c[now][0]);
-        if (kParts == 2) add(i, 1, c[now][1]);
-        else if (i + 1 < count) add(i + 1, 0, c[now][1]);
+        if (kParts == 2)
+            add(i, 1, c[now][1]);
+        else if (i + 1 < count)
+            add(i + 1, 0, c[now][1]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++) store(sums[r], acc[r]);
 }
 
-template <Scales kScales> inline void take_scales(const Tile& x, int first, int n, int from, int count, RowScales& rows) {
+template <Scales kScales>
+inline void take_scales(const Tile& x, int first, int n, int from, int count, RowScales& rows) {
     for (int i = 0; i < count; i++) {
         const size_t at = size_t(from + i) * size_t(x.rows) + size_t(first);
         const F s = some(x.s + at, n);
@@ -129,7 +139,9 @@ template <Scales kScales> inline void take_scales(const Tile& x, int first, int 
             continue;
         }
         for (int h = 0; h < 2; h++) {
-            const I sum = as_int(some(reinterpret_cast<const float*>(x.nsum) + (size_t(from + i) * 2 + size_t(h)) * size_t(x.rows) + size_t(first), n));
+            const I sum = as_int(some(reinterpret_cast<const float*>(x.nsum) +
+                                          (size_t(from + i) * 2 + size_t(h)) * size_t(x.rows) + size_t(first),
+                                      n));
             store(rows.t[i][h], mul(s, sub(set(-0.f), to_float(sum))));
         }
     }
@@ -138,7 +150,8 @@ template <Scales kScales> inline void take_scales(const Tile& x, int first, int 
 // One strip for a tile of at most two times kSub rows. Of two registers full, the second takes the last rows: those that the first
 // took too are computed twice and left out.
 template <Codes kCodes, Scales kScales>
-void tile_strip(const Matrix& w, const uint8_t* data, const Tile& x, float* out, int ld, bool accumulate, const F* first) {
+void tile_strip(const Matrix& w, const uint8_t* data, const Tile& x, float* out, int ld, bool accumulate,
+                const F* first) {
     Unpacked<kScales> u;
     RowScales rows;
     alignas(64) float sums[2][2][kSub][16];
@@ -154,9 +167,12 @@ void tile_strip(const Matrix& w, const uint8_t* data, const Tile& x, float* out,
             take_scales<kScales>(x, r0, each_rows, g, count, rows);
             const int8_t* a = x.a + size_t(g) * size_t(step) + r0 * kGroup;
             for (int half = 0; half < 2; half++) {
-                if (each_rows > 12) add_chunk<16>(u, half, a, step, rows, count, sums[sub][half]);
-                else if (each_rows > 8) add_chunk<12>(u, half, a, step, rows, count, sums[sub][half]);
-                else add_chunk<8>(u, half, a, step, rows, count, sums[sub][half]);
+                if (each_rows > 12)
+                    add_chunk<16>(u, half, a, step, rows, count, sums[sub][half]);
+                else if (each_rows > 8)
+                    add_chunk<12>(u, half, a, step, rows, count, sums[sub][half]);
+                else
+                    add_chunk<8>(u, half, a, step, rows, count, sums[sub][half]);
             }
         }
     }
@@ -189,5 +205,6 @@ void product_of_many(const Matrix& w, int from, int count, const Tile& x, float*
     _tile_release();  // registers in use are saved at every switch of threads
 }
 
-}}  // namespace shoal::(anonymous)
+}
+}  // namespace shoal::(anonymous)
 #endif
