@@ -84,6 +84,8 @@ class Loop(StepLoop):
 
 @pytest.fixture(scope="module")
 def bench(runner: Runner) -> Bench:
+    if runner.spec.runner == "openvino" and not runner.spec.exact:
+        pytest.skip("OpenVINO's kernels are not exact on this CPU: tokens may differ where two logits are close")
     return Bench(runner)
 
 
