@@ -182,8 +182,6 @@ def test_the_synthesis_reads_what_the_others_wrote_and_begins_as_they_do(plain: 
     assert swarm.synthesis.result.cached_tokens >= (len(RULES + QUESTION) // 32) * 32
     summary = swarm.summary()
     assert summary.tokens == 3 * 24
-    alone = [card.result.latency_s for card in swarm.cards if card.result is not None]
-    assert summary.wall_s < max(alone) + swarm.synthesis.result.latency_s
 
 
 def test_one_agent_is_aborted_and_the_synthesis_does_without() -> None:
