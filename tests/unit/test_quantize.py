@@ -70,7 +70,7 @@ def test_a_full_disk_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.
         for method in ("write_header_to_file", "write_kv_data_to_file", "write_ti_data_to_file", "write_padding"):
             monkeypatch.setattr(GGUFWriter, method, lambda *_: None)
         monkeypatch.setattr(GGUFWriter, "write_tensors_to_file", only_weights)
-    with pytest.raises(StoreError, match="the disk of .*out.gguf is full") as caught:
+    with pytest.raises(StoreError, match=r"the disk of .*out\.gguf is full") as caught:
         quantize_gguf(source, tmp_path / "out.gguf", "q8_0")
     assert "permissions" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
