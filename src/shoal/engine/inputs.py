@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.checks import is_whole
 from shoal.core.request import RequestSpec
 from shoal.errors import InvalidRequestError, KVBudgetError, PromptTooLongError
 from shoal.runners.plan import ModelSpec
@@ -193,7 +194,7 @@ class InputProcessor:
 
     def _check_token(self, token: object, param: str) -> None:
         vocab = self.spec.vocab_size
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+        if not is_whole(token, 0, vocab - 1):
             raise InvalidRequestError(
                 f"{param} has {token!r}", param=param, value=token, limit=vocab, hint=f"tokens go from 0 to {vocab - 1}"
             )
