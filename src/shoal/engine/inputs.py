@@ -170,12 +170,13 @@ class InputProcessor:
             spec = dataclasses.replace(spec, sampling=sampling)
         for token in sampling.stop_token_ids:
             self._check_token(token, "stop_token_ids")
-        grammar = self._compile(sampling) if sampling.structured else None
+        grammar = self.compile(sampling) if sampling.structured else None
         prepared = PreparedRequest(spec, grammar, self.codec)
         prepared.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
         return prepared
 
-    def _compile(self, sampling: SamplingParams) -> Grammar:
+    def compile(self, sampling: SamplingParams) -> Grammar:
+        """The grammar of an output that is `structured`. Raises `InvalidRequestError`."""
         if self.grammars is None:
             raise InvalidRequestError(
                 "a grammar needs a tokenizer and this engine has none", param="json_schema", hint="load a whole model"
