@@ -66,6 +66,7 @@ class PrefixTree:
         self.max_cached = max_cached
         self.checkpoints = checkpoints
         self.evictions = 0
+        self.recomputed = 0  # tokens that came back after their eviction
         self._roots: OrderedDict[tuple[str, str], tuple[int, Node]] = OrderedDict()  # least recently used first
         self._nodes: dict[BlockId, Node] = {}
         self._clock = 0
@@ -206,7 +207,9 @@ class PrefixTree:
         self.pool.adopt(block)
         self._nodes[block] = node
         self._link(parent, node)
-        self._ghosts.pop(path_hash, None)
+        if path_hash in self._ghosts:
+            del self._ghosts[path_hash]
+            self.recomputed += len(key)
         return node
 
     def _useless(self, tail: Node) -> bool:

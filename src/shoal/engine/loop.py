@@ -25,6 +25,7 @@ from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.record import Recorder
+from shoal.engine.storm import StormWatch
 from shoal.errors import CallbackError, RunnerError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
@@ -155,13 +156,14 @@ class StepLoop:
         self.clock = clock
         self._recorder = None if config.record is None else Recorder(Path(config.record), runner.spec, config)
         self.scheduler = Scheduler(runner.spec, config, self._recorder)
+        self._storm = StormWatch(runner.spec, config)
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
         self.step_starters: list[Callable[[], bool]] = []  # see `start_step`
         self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}  # pinned ones
         self._states: dict[SeqId, RequestState] = {}
-        self._finished = self._cached_tokens = self._computed_tokens = 0
+        self._finished = self._cached_tokens = self._computed_tokens = self._prompt_fed = 0
         self._ends: deque[float] = deque(maxlen=32)
         self._next_id = 0
 
@@ -280,6 +282,8 @@ class StepLoop:
         self.steps += 1
         ms = (self.clock() - begin) * 1e3
         prefill, execute_ms = plan.num_tokens - decoded, (executed - started) * 1e3
+        self._prompt_fed += prefill
+        self._storm.look(end, self.scheduler.kv.tree.recomputed, self._prompt_fed, prefill)
         record = StepRecord(plan.step, len(plan.sequences), prefill, decoded * plan.chain, ms, execute_ms)
         self._tell_listeners(record)
         self._deliver(outcomes)  # last: whoever hears of an end has the records of all its steps

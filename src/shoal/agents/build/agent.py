@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from shoal.agents.build.policy import Default, Fail, Fallback, Policy, Retry, Skip, fail
 from shoal.agents.build.schema import Schema, schema_of
+from shoal.checks import is_number
 from shoal.errors import GraphError
 from shoal.types import Priority, SamplingParams
 
@@ -76,8 +76,7 @@ class Agent:
 
 def check_seconds(name: str, value: object) -> None:
     """GraphError unless `value` is None or a finite number above 0."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 0 < value < math.inf):  # type: ignore[operator]
+    if value is not None and not (is_number(value) and value > 0):
         raise _wrong(name, value, "above 0 seconds, or None")
 
 

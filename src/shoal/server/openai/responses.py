@@ -53,15 +53,14 @@ async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Resp
 
 
 def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> Request:
-    inputs = served.engine.inputs
-    codec = inputs.codec
+    codec = served.engine.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "input")
     arguments = body.sampling()
     schema = body.schema_of()
-    held = use.held(inputs, tool_style(codec), schema, "tools.{}.parameters")
+    held = use.held(served.engine, tool_style(codec), schema, "tools.{}.parameters")
     body.note_unchecked(use.unchecked(schema))
-    tokens = prompt_tokens(inputs, Chat(body.messages(), use.shown, effort=body.effort().level))
+    tokens = prompt_tokens(served.engine, Chat(body.messages(), use.shown, effort=body.effort().level))
     limit = output_limit(served, len(tokens), body.max_output_tokens)
     arguments = body.effort().sampling(codec, tokens, {**arguments, **held, "max_tokens": limit})
     return api.request(body, tokens, make_sampling(arguments))
