@@ -57,11 +57,11 @@ def run(made: NativeRunner, *items: ScheduledSequence, **fields: Any) -> Any:
 # -- packing ---------------------------------------------------------------------------------------------------------
 
 
-def part_of(kind: str, shape: tuple[int, ...], data: Any) -> pack.Part:
-    return pack.Part("w", shape, Weight(GgufTensor("w", kind, shape, data), shape))
+def part_of(kind: str, shape: tuple[int, ...], data: Any) -> pack.PackedTensor:
+    return pack.PackedTensor("w", shape, Weight(GgufTensor("w", kind, shape, data), shape))
 
 
-def random_part(kind: str, shape: tuple[int, ...]) -> pack.Part:
+def random_part(kind: str, shape: tuple[int, ...]) -> pack.PackedTensor:
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     data = np.random.default_rng(3).integers(0, 256, math.prod(shape) // block * size, dtype=np.uint8)
     return part_of(kind, shape, data)
@@ -117,7 +117,7 @@ def test_the_extension_packs_nothing_beyond_its_arrays() -> None:
 
 def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_tiny(blocks).close()
-    monkeypatch.setattr(runner, "write_packed", lambda *_: pytest.fail("packed again"))
+    monkeypatch.setattr(runner, "write_packed", lambda files, path: pytest.fail("packed again"))
     open_tiny(blocks).close()
     assert not list(blocks.parent.glob("*.tmp"))
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
-from shoal.core.commands import Abort, Add, Commit, Defer, Fail, Outcome, Schedule, Share, Unpin
+from shoal.core.commands import Abort, Add, Commit, Defer, Fail, JudgedTokens, Schedule, Share, Unpin
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
@@ -82,12 +82,12 @@ class RequestState:
         written = tuple(self.seq.tokens[self.seq.prompt_len :])
         return Output(written, tuple(self.logprobs), tuple(self.prompt_logprobs))
 
-    def take(self, tokens: tuple[int, ...]) -> Outcome:
+    def take(self, tokens: tuple[int, ...]) -> JudgedTokens:
         """Let the stop rules judge new tokens, in order, up to one that ends the output."""
         if len(tokens) == 1:  # the common case, without the lists
             self.new_text, reason, is_output = self.checker.push(tokens[0])
             self.new_tokens = tokens if is_output else ()
-            return Outcome(tokens, int(is_output), reason)
+            return JudgedTokens(tokens, int(is_output), reason)
         text: list[str] = []
         outcome = _judged(tokens, self.checker, text)
         self.new_text = "".join(text)
@@ -484,14 +484,14 @@ class StepLoop:
         )
 
 
-def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> Outcome:
+def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> JudgedTokens:
     """Let the stop rules judge tokens, in order, up to one that ends the output; the text of each goes to `text`."""
     for count, token in enumerate(tokens):
         verdict = checker.push(token)
         text.append(verdict.text)
         if verdict.reason is not None:
-            return Outcome(tokens[: count + 1], count + verdict.is_output, verdict.reason)
-    return Outcome(tokens, len(tokens))
+            return JudgedTokens(tokens[: count + 1], count + verdict.is_output, verdict.reason)
+    return JudgedTokens(tokens, len(tokens))
 
 
 def _take_scores(state: RequestState, item: ScheduledSequence, rows: NDArray[np.float32]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shoal.agents.build.policy import Default, Fail, Fallback, Policy, Retry, Skip, fail
+from shoal.agents.build.policy import Default, FailRun, Fallback, Policy, Retry, Skip, fail
 from shoal.agents.build.schema import Schema, schema_of
 from shoal.checks import is_number
 from shoal.errors import GraphError
@@ -58,7 +58,7 @@ class Agent:
         object.__setattr__(self, "priority", Priority(self.priority))
         for name in ("timeout_s", "deadline_s"):
             check_seconds(name, getattr(self, name))
-        if not isinstance(self.on_failure, Fail | Skip | Default | Fallback | Retry):
+        if not isinstance(self.on_failure, FailRun | Skip | Default | Fallback | Retry):
             raise _wrong("on_failure", self.on_failure, "retry(...), default(...), fallback(...), skip or fail")
         if self.schema is not None and self.sampling.structured:
             raise _wrong("schema", self.schema, "given here or in sampling, not in both")

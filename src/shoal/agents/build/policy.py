@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailRun:
     """The node fails, and so does what depends on it, unless its own policy says otherwise."""
 
 
@@ -47,10 +47,10 @@ class Retry:
     then: Last
 
 
-Last: TypeAlias = Fail | Skip | Default | Fallback
+Last: TypeAlias = FailRun | Skip | Default | Fallback
 Policy: TypeAlias = Last | Retry
 
-fail = Fail()
+fail = FailRun()
 skip = Skip()
 
 

@@ -200,7 +200,7 @@ def _hashable(value: object) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class FunctionCall(Rule):
+class FunctionRule(Rule):
     """Any function."""
 
     function: Callable[..., Any]

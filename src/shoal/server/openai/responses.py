@@ -41,7 +41,7 @@ async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Resp
         raise bad_request("stream_options needs stream to be true", "stream_options")
     names = {**NAMES, "grammar": "tools" if body.schema_of() is None else "text.format"}
     call = await api.open(http, body, lambda served: [_request(api, served, body, use)], names)
-    output = Output(call, body, use)
+    output = ResponseOutput(call, body, use)
     if body.stream:
         return EventStream(ResponseWriter(call, output), call, api.config)
     try:
@@ -66,7 +66,7 @@ def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> 
     return api.request(body, tokens, make_sampling(arguments))
 
 
-class Output:
+class ResponseOutput:
     """The output items as they grow, and the events that tell of it.
 
     At most one item is open; thinking opens a reasoning item, text a message, a call closes it.
@@ -254,7 +254,7 @@ def _thought(text: str) -> dict[str, Any]:
 class ResponseWriter:
     """The stream of a response: typed events with running numbers."""
 
-    def __init__(self, call: Call, output: Output) -> None:
+    def __init__(self, call: Call, output: ResponseOutput) -> None:
         self._call = call
         self._output = output
         self._number = 0
