@@ -1,4 +1,4 @@
-"""Which tests need a real model, and which take their time: what `scripts/test fast` leaves out. No test has a deadline.
+"""Which tests need a real model, and which take their time (what `scripts/test fast` leaves out); none has a deadline.
 
 A folder or file is named here once; a single test has the marker itself (`@pytest.mark.model`, `@pytest.mark.slow`).
 """
