@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
+from shoal.checks import is_number, is_whole
 from shoal.errors import ConfigError
 from shoal.names import did_you_mean
 
@@ -15,7 +16,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 def parse_bytes(value: object, name: str) -> int:
     """Bytes from a number or a text such as "512MiB"; ConfigError names the setting that has another form."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if is_whole(value, 1):
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if found is not None and found[2].lower() in _UNITS:
@@ -106,11 +107,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name in ("threads", "seed"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            if not is_whole(value, low, high):
                 raise _out_of_range(name, value, f"a whole number from {low} to {high}")
         for name in ("max_stall_ms", "ageing_s", "watchdog_s"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            if not is_number(value) or value <= 0:
                 raise _out_of_range(name, value, "a number above 0")
         for name in ("kv_memory", "memory", "prefix_memory"):
             value = getattr(self, name)

@@ -1,17 +1,17 @@
 """What a caller asks and what comes back. What a step is stands in `runners/plan.py`.
 
 Times are in the unit their name ends in.
-Nothing here imports a backend, or anything but `errors`.
+Nothing here imports a backend, or anything but `errors` and `checks`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+from shoal.checks import is_number, is_whole
 from shoal.errors import InvalidRequestError, ShoalError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -43,14 +43,6 @@ def _check(ok: bool, param: str, value: object, limit: str) -> None:
         )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """A bound on what a model thinks before it answers: `budget` tokens, then `end` is written for it.
@@ -64,7 +56,7 @@ class Thinking:
     end: str
 
     def __post_init__(self) -> None:
-        _check(_is_int(self.budget) and self.budget >= 0, "thinking", self.budget, "a budget of 0 or more tokens")
+        _check(is_whole(self.budget, 0), "thinking", self.budget, "a budget of 0 or more tokens")
         for text in (self.begin, self.end):
             _check(isinstance(text, str), "thinking", text, "marked by strings")
         _check(self.end != "", "thinking", self.end, "ended by a text that is not empty")
@@ -121,11 +113,11 @@ class SamplingParams:
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "non-empty strings")
         _check(len(self.stop) <= 16, "stop", f"{len(self.stop)} strings", "at most 16 strings")
         ids = self.stop_token_ids
-        _check(all(_is_int(t) and t >= 0 for t in ids), "stop_token_ids", ids, "token ids of 0 or more")
+        _check(all(is_whole(t, 0) for t in ids), "stop_token_ids", ids, "token ids of 0 or more")
         _check(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping of token id to bias")
         for token, bias in self.logit_bias.items():
-            _check(_is_int(token) and token >= 0, "logit_bias", token, "keyed by token id")
-            _check(_is_number(bias) and abs(bias) <= 1000, "logit_bias", bias, "between -1000 and 1000")
+            _check(is_whole(token, 0), "logit_bias", token, "keyed by token id")
+            _check(is_number(bias, -1000, 1000), "logit_bias", bias, "between -1000 and 1000")
         most = self.max_tokens
         _check(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens ({most})")
         self._check_structure()
@@ -151,11 +143,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in ("logprobs", "prompt_logprobs", "seed"):
                 continue
-            _check(_is_int(value) and low <= value <= high, name, value, f"a whole number from {low} to {high}")
+            _check(is_whole(value, low, high), name, value, f"a whole number from {low} to {high}")
         for name, (lowest, highest) in real.items():
             value = getattr(self, name)
-            ok = _is_number(value) and lowest <= value <= highest
-            _check(ok, name, value, f"a number from {lowest} to {highest}")
+            _check(is_number(value, lowest, highest), name, value, f"a number from {lowest} to {highest}")
         _check(self.top_p > 0, "top_p", self.top_p, "above 0")
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
 
@@ -218,8 +209,7 @@ class Namespace:
     def __post_init__(self) -> None:
         _check(isinstance(self.task, str), "namespace.task", self.task, "a string")
         _check(isinstance(self.agent, str), "namespace.agent", self.agent, "a string")
-        ok = _is_int(self.version) and self.version >= 0
-        _check(ok, "namespace.version", self.version, "a whole number of 0 or more")
+        _check(is_whole(self.version, 0), "namespace.version", self.version, "a whole number of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,15 +250,15 @@ class Request:
         _check(len(value) > 0, given[0], value, "not empty")
         _check(self.id is None or (isinstance(self.id, str) and self.id != ""), "id", self.id, "a non-empty string")
         _check(isinstance(self.sampling, SamplingParams), "sampling", self.sampling, "a SamplingParams")
-        _check(_is_number(self.arrival_s) and self.arrival_s >= 0, "arrival_s", self.arrival_s, "0 or more seconds")
+        _check(is_number(self.arrival_s, 0), "arrival_s", self.arrival_s, "0 or more seconds")
         _check(self.priority in tuple(Priority), "priority", self.priority, f"one of {', '.join(Priority)}")
         object.__setattr__(self, "priority", Priority(self.priority))
         for name in ("deadline_s", "timeout_s"):
             value = getattr(self, name)
-            _check(value is None or (_is_number(value) and value > 0), name, value, "above 0 seconds, or None")
+            _check(value is None or (is_number(value) and value > 0), name, value, "above 0 seconds, or None")
         _check(isinstance(self.group, str), "group", self.group, "a string")
         path = self.critical_path
-        _check(_is_int(path) and path >= 0, "critical_path", path, "0 or more tokens")
+        _check(is_whole(path, 0), "critical_path", path, "0 or more tokens")
         _check(isinstance(self.namespace, Namespace), "namespace", self.namespace, "a Namespace")
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from shoal.cli.main import app
 from shoal.conform.functions import _tool
-from shoal.conform.outcome import Outcome, Target, attempt
+from shoal.conform.outcome import CaseOutcome, Target, attempt
 from shoal.conform.page import page
 from shoal.errors import ConfigError
 from tests.server.conftest import MODEL
@@ -31,7 +31,7 @@ def test_a_case_that_fails_is_listed_with_its_reason() -> None:
     def broken() -> None:
         raise AssertionError("it | has\na <reason>")
 
-    outcomes = [attempt("good", lambda: None), attempt("bad", broken), Outcome("odd", "skip", "not here")]
+    outcomes = [attempt("good", lambda: None), attempt("bad", broken), CaseOutcome("odd", "skip", "not here")]
     text = page({"s": {"a": outcomes}}, [Target("a", "http://h/v1")], {"s": "about"}, "shoal conform")
     assert "| s | 1 of 2 | about |" in text
     assert "| a | bad | fails | it \\| has a &lt;reason> |" in text

@@ -26,7 +26,7 @@ def exact(tokens: list[int]) -> Any:
 
 def test_log_likelihoods_are_those_of_the_oracle(real: Live) -> None:
     context, endings = TEXT, [" Rome", " Madrid", " a banana"]
-    codec = real.engine.inputs.codec
+    codec = real.engine.codec
     assert codec is not None
     prompts = [codec.encode(context + ending, add_special=True) for ending in endings]
     length = len(codec.encode(context, add_special=True))

@@ -283,7 +283,7 @@ def test_with_a_schema_the_answer_is_a_call_or_follows_it(style: ToolStyle) -> N
     kinds = set()
     with toy() as engine:
         fields = {**use.grammar(style, schema), "max_tokens": 2000, "temperature": 1.0}
-        requests = [Request(prompt="x", sampling=SamplingParams(seed=seed, **fields)) for seed in range(24)]
+        requests = [Request(prompt="x", sampling=SamplingParams(seed=seed, **fields)) for seed in range(120)]
         for result in engine.run(requests).results:
             parser = use.parser()
             for piece in joined([*parser.push(result.text), *parser.finish()]):
@@ -296,9 +296,7 @@ def test_with_a_schema_the_answer_is_a_call_or_follows_it(style: ToolStyle) -> N
 def test_a_strict_tool_is_constrained_only_once_a_call_begins(style: ToolStyle) -> None:
     use = tool_use([tool(strict=True)], None, None)
     with toy() as engine:
-        grammars = engine.inputs.grammars
-        assert grammars is not None
-        grammar = grammars.compile(SamplingParams(**use.grammar(style)))
+        grammar = engine._loop.inputs.compile(SamplingParams(**use.grammar(style)))
         key = "parameters" if style is ToolStyle.LLAMA else "arguments"
         good = f'{{"name":"look","{key}":{{"at":"sea"}}}}'
         bad = f'{{"name":"look","{key}":{{"at":"moon"}}}}'

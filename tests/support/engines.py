@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from shoal.config import EngineConfig
-from shoal.core.commands import Add, Command, Commit, Outcome, Schedule
+from shoal.core.commands import Add, Command, Commit, JudgedTokens, Schedule
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Ended, Sequence
@@ -79,12 +79,12 @@ class Driver:
         self.apply(Commit(plan, outcomes, self.now, ms))
         self.ended += self.scheduler.take_ended()
 
-    def outcome(self, seq_id: int, tokens: tuple[int, ...]) -> Outcome:
+    def outcome(self, seq_id: int, tokens: tuple[int, ...]) -> JudgedTokens:
         for count, token in enumerate(tokens, 1):
             verdict = self.checkers[seq_id].push(token)
             if verdict.reason is not None:
-                return Outcome(tokens[:count], count, verdict.reason)
-        return Outcome(tokens, len(tokens))
+                return JudgedTokens(tokens[:count], count, verdict.reason)
+        return JudgedTokens(tokens, len(tokens))
 
     def step(self) -> StepPlan:
         plan = self.plan()

@@ -149,8 +149,9 @@ def test_log_probabilities_from_before_a_fork_are_kept() -> None:
 
 def test_output_that_had_ended_already_does_not_go_on() -> None:
     with toy_engine() as engine:
-        prepared = engine.inputs.prepare(Request(prompt="x", sampling=SamplingParams(max_tokens=3, ignore_eos=True)))
-        result = engine.resume_request(prepared, Output((65, 66, 67, 68))).result(20)
+        request = Request(prompt="x", sampling=SamplingParams(max_tokens=3, ignore_eos=True))
+        prepared = engine._loop.inputs.prepare(request)
+        result = engine.resume_request(prepared.spec, Output((65, 66, 67, 68))).result(20)
         assert (result.tokens, result.text, result.finish_reason) == ((65, 66, 67), "ABC", FinishReason.LENGTH)
         nothing_is_left(engine)
 

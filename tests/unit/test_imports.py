@@ -13,15 +13,16 @@ import pytest
 import shoal
 
 ROOT = Path(shoal.__file__).parent
-BASE = {"types", "errors", "config", "names", "processes", "splitmix", "wire"}
+BASE = {"types", "errors", "checks", "config", "names", "processes", "splitmix", "wire"}
 MAY_SEE = {
+    "checks": set(),
     "errors": set(),
     "names": set(),
     "processes": set(),
     "splitmix": set(),
     "wire": {"errors"},
-    "types": {"errors", "names"},
-    "config": {"errors", "names", "types"},
+    "types": {"checks", "errors", "names"},
+    "config": {"checks", "errors", "names", "types"},
     "core": BASE | {"runners.plan"},
     "sampling": BASE,
     "models": BASE,

@@ -57,11 +57,11 @@ def run(made: NativeRunner, *items: ScheduledSequence, **fields: Any) -> Any:
 # -- packing ---------------------------------------------------------------------------------------------------------
 
 
-def part_of(kind: str, shape: tuple[int, ...], data: Any) -> pack.Part:
-    return pack.Part("w", shape, Weight(GgufTensor("w", kind, shape, data), shape))
+def part_of(kind: str, shape: tuple[int, ...], data: Any) -> pack.PackedTensor:
+    return pack.PackedTensor("w", shape, Weight(GgufTensor("w", kind, shape, data), shape))
 
 
-def random_part(kind: str, shape: tuple[int, ...]) -> pack.Part:
+def random_part(kind: str, shape: tuple[int, ...]) -> pack.PackedTensor:
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     data = np.random.default_rng(3).integers(0, 256, math.prod(shape) // block * size, dtype=np.uint8)
     return part_of(kind, shape, data)
@@ -117,7 +117,7 @@ def test_the_extension_packs_nothing_beyond_its_arrays() -> None:
 
 def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_tiny(blocks).close()
-    monkeypatch.setattr(runner, "write_packed", lambda *_: pytest.fail("packed again"))
+    monkeypatch.setattr(runner, "write_packed", lambda files, path: pytest.fail("packed again"))
     open_tiny(blocks).close()
     assert not list(blocks.parent.glob("*.tmp"))
 
@@ -152,6 +152,29 @@ def test_what_earlier_versions_and_killed_writers_left_is_removed(tmp_path: Path
     assert not old.exists()
     assert not stale.exists()
     assert fresh.exists()
+
+
+@pytest.mark.parametrize("after", ["packing", "reading"])
+def test_a_packed_file_that_another_process_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
+    packed = packed_path(local_files("tiny", path), tmp_path)
+    calls = []
+    place, name = (runner, "write_packed") if after == "packing" else (pack, "read_header")
+    real = getattr(place, name)
+
+    def removed(*given: Any) -> Any:
+        made = real(*given)
+        calls.append(packed.exists())
+        if len(calls) == 1:
+            packed.unlink()
+        return made
+
+    monkeypatch.setattr(place, name, removed)
+    open_tiny(path).close()
+    assert packed.exists()
+    assert len(calls) == 2
 
 
 def test_mapped_weights_give_the_same_bits_and_do_not_count(blocks: Path, tiny: NativeRunner) -> None:

@@ -27,7 +27,7 @@ _VOLATILE_NAMES = re.compile(r"now|date|time|timestamp|today|uuid|id|nonce|sessi
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PromptShare:
     """One prompt: its tokens, how many it shares with the sibling it shares most with, and where that ends."""
 
     name: str
@@ -41,7 +41,7 @@ class Share:
 class Lint:
     """What was measured, and what was found. `common` tokens begin all prompts."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[PromptShare, ...]
     common: int
     findings: tuple[str, ...]
 
@@ -101,7 +101,9 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 # -- measuring --------------------------------------------------------------------------------------------------
 
 
-def _measure(tokens: Mapping[str, tuple[int, ...]], where: Callable[[str, int], str]) -> tuple[tuple[Share, ...], int]:
+def _measure(
+    tokens: Mapping[str, tuple[int, ...]], where: Callable[[str, int], str]
+) -> tuple[tuple[PromptShare, ...], int]:
     shares = []
     for name, own in tokens.items():
         best, sibling = 0, None
@@ -110,7 +112,7 @@ def _measure(tokens: Mapping[str, tuple[int, ...]], where: Callable[[str, int], 
             if length > best or (sibling is None and length >= 0):
                 best, sibling = length, other
         ends = "its end" if best == len(own) else where(name, best)
-        shares.append(Share(name, len(own), best, sibling, ends))
+        shares.append(PromptShare(name, len(own), best, sibling, ends))
     every = list(tokens.values())
     common = min((_common(every[0], other) for other in every[1:]), default=len(every[0])) if every else 0
     return tuple(shares), common

@@ -11,7 +11,7 @@ from shoal.cli.console import note
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.conform.outcome import Outcome
+    from shoal.conform.outcome import CaseOutcome
 
 
 def conform(
@@ -33,7 +33,7 @@ def conform(
             raise ConfigError(f"there is no suite {name!r}", value=name, hint=f"known are {', '.join(SUITES)}")
     command = " ".join(["shoal conform", *(f"{target.name}={target.url}" for target in targets)])
     text = ""
-    results: dict[str, dict[str, list[Outcome]]] = {}
+    results: dict[str, dict[str, list[CaseOutcome]]] = {}
     for name in suite or SUITES:
         results[name] = {}
         for target in targets:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from shoal.agents.build.policy import Default, Fail, Fallback, Policy, Retry, Skip
+from shoal.agents.build.policy import Default, FailRun, Fallback, Policy, Retry, Skip
 from shoal.agents.dry_run import Rehearsed, dry_run
 from shoal.cli.console import printable
 
@@ -60,7 +60,7 @@ def _limits(agent: Agent) -> str:
 
 def _policy(policy: Policy) -> str:
     match policy:
-        case Fail():
+        case FailRun():
             return "fail"
         case Skip():
             return "skip"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from shoal.conform.outcome import Outcome, Suite, Target, told
+from shoal.conform.outcome import CaseOutcome, Suite, Target, told
 from shoal.errors import ShoalError
 
 _RUN = "import sys; from llm_comply.cli import main; sys.exit(main())"
@@ -16,7 +16,7 @@ _RUN = "import sys; from llm_comply.cli import main; sys.exit(main())"
 def comply(form: str) -> Suite:
     """The suite of one API, by the name that `llm-comply` gives it."""
 
-    def run(target: Target) -> Iterator[Outcome]:
+    def run(target: Target) -> Iterator[CaseOutcome]:
         call = [sys.executable, "-c", _RUN, "run", "--json", "--format", form, "-u", target.url, "-k", "none"]
         call += ["-m", target.model, "--timeout", "120"]
         done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=1800)
@@ -26,6 +26,6 @@ def comply(form: str) -> Suite:
         for result in json.loads(done.stdout[start:])["results"]:
             status = {"passed": "pass", "failed": "fail"}.get(result["status"], "skip")
             why = told("; ".join(result.get("errors", ())))
-            yield Outcome(result["id"], status, why if status != "pass" else "")  # type: ignore[arg-type]
+            yield CaseOutcome(result["id"], status, why if status != "pass" else "")  # type: ignore[arg-type]
 
     return run

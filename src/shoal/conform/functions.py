@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from shoal.conform.outcome import Outcome, Target, attempt
+from shoal.conform.outcome import CaseOutcome, Target, attempt
 from shoal.errors import BackendError
 
 _FILES = {"simple_python": 40, "multiple": 30, "live_simple": 30}
@@ -25,7 +25,7 @@ _FILES = {"simple_python": 40, "multiple": 30, "live_simple": 30}
 _TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 
 
-def functions(target: Target) -> Iterator[Outcome]:
+def functions(target: Target) -> Iterator[CaseOutcome]:
     """The first cases of three files."""
     import httpx
 

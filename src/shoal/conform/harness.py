@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.conform.outcome import Outcome, Target, attempt
+from shoal.conform.outcome import CaseOutcome, Target, attempt
 
 _QUESTIONS = [
     ("The capital of France is", [" Paris", " a fish", " seven"]),
@@ -44,7 +44,7 @@ metric_list: [{{metric: exact_match}}]
 """
 
 
-def harness(target: Target) -> Iterator[Outcome]:
+def harness(target: Target) -> Iterator[CaseOutcome]:
     """A task of choices, which needs log-likelihoods, and one of words, which does not."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

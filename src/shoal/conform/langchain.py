@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from shoal.conform.outcome import Outcome, Target, told
+from shoal.conform.outcome import CaseOutcome, Target, told
 
 _TESTS = """
 from langchain_openai import ChatOpenAI
@@ -41,7 +41,7 @@ class TestIntegration(Given, ChatModelIntegrationTests):
 """
 
 
-def langchain(target: Target) -> Iterator[Outcome]:
+def langchain(target: Target) -> Iterator[CaseOutcome]:
     """Every test of both suites that applies."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -60,17 +60,17 @@ def langchain(target: Target) -> Iterator[Outcome]:
         ]
         done = subprocess.run(call, cwd=root, capture_output=True, text=True, check=False, timeout=3600)
         if not report.exists():
-            yield Outcome("the suite runs", "fail", told(done.stdout[-300:] + done.stderr[-300:]))
+            yield CaseOutcome("the suite runs", "fail", told(done.stdout[-300:] + done.stderr[-300:]))
             return
         for case in ElementTree.parse(report).iter("testcase"):
             yield _outcome(case)
 
 
-def _outcome(case: ElementTree.Element) -> Outcome:
+def _outcome(case: ElementTree.Element) -> CaseOutcome:
     name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
     for kind, status in (("failure", "fail"), ("error", "fail"), ("skipped", "skip")):
         found = case.find(kind)
         if found is not None:
             why = re.sub(r"^pytest\.\w+: ", "", found.get("message") or "")
-            return Outcome(name, status, told(why))  # type: ignore[arg-type]
-    return Outcome(name, "pass")
+            return CaseOutcome(name, status, told(why))  # type: ignore[arg-type]
+    return CaseOutcome(name, "pass")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal.conform.outcome import Outcome, Target, attempt
+from shoal.conform.outcome import CaseOutcome, Target, attempt
 
 _USER = [{"role": "user", "content": "Name one colour."}]
 _TOOL = {
@@ -21,7 +21,7 @@ _IMAGE = "data:image/png;base64,aGk="
 _COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
 
 
-def matrix(target: Target) -> Iterator[Outcome]:
+def matrix(target: Target) -> Iterator[CaseOutcome]:
     """Every case of the matrix."""
     import openai
 

@@ -28,7 +28,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaseOutcome:
     """One case of a suite on one server. `why` says what went wrong, or why it was not run."""
 
     case: str
@@ -36,16 +36,16 @@ class Outcome:
     why: str = ""
 
 
-Suite: TypeAlias = Callable[[Target], Iterator[Outcome]]
+Suite: TypeAlias = Callable[[Target], Iterator[CaseOutcome]]
 
 
-def attempt(case: str, check: Callable[[], object]) -> Outcome:
+def attempt(case: str, check: Callable[[], object]) -> CaseOutcome:
     """The outcome of a check: it passes unless it raises."""
     try:
         check()
     except Exception as error:  # noqa: BLE001 - whatever a client raises is what there is to tell
-        return Outcome(case, "fail", told(error))
-    return Outcome(case, "pass")
+        return CaseOutcome(case, "fail", told(error))
+    return CaseOutcome(case, "pass")
 
 
 def told(error: object) -> str:

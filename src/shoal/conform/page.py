@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal.conform.outcome import Outcome, Target
+from shoal.conform.outcome import CaseOutcome, Target
 
-Results = Mapping[str, Mapping[str, Sequence[Outcome]]]
+Results = Mapping[str, Mapping[str, Sequence[CaseOutcome]]]
 """Suite, then server, to its outcomes."""
 
 _HEAD = """# Conformance
@@ -36,12 +36,12 @@ def page(results: Results, targets: Sequence[Target], about: Mapping[str, str], 
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _count(outcomes: Sequence[Outcome]) -> str:
+def _count(outcomes: Sequence[CaseOutcome]) -> str:
     ran = [outcome for outcome in outcomes if outcome.status != "skip"]
     return f"{sum(outcome.status == 'pass' for outcome in ran)} of {len(ran)}" if ran else "not run"
 
 
-def _listed(suite: str, by_target: Mapping[str, Sequence[Outcome]], names: Sequence[str]) -> list[str]:
+def _listed(suite: str, by_target: Mapping[str, Sequence[CaseOutcome]], names: Sequence[str]) -> list[str]:
     rows = []
     for name in names:
         for outcome in by_target[name]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.conform.outcome import Outcome, Target, attempt
+from shoal.conform.outcome import CaseOutcome, Target, attempt
 
 _TEXT = {"type": "string", "maxLength": 12}
 _PAIR = {"type": "object", "properties": {"a": _TEXT, "b": {"type": "integer"}}, "required": ["a", "b"]}
@@ -73,7 +73,7 @@ SAMPLE: dict[str, dict[str, Any]] = {
 _SEEDS = (1, 2)
 
 
-def shapes(target: Target) -> Iterator[Outcome]:
+def shapes(target: Target) -> Iterator[CaseOutcome]:
     """Each schema of the sample: two answers at temperature 1 must follow it to the letter."""
     import httpx
 

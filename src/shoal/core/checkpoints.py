@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shoal.core.blocks import BlockPool
-    from shoal.core.nodes import Node
+    from shoal.core.nodes import TreeNode
 
 
 class Checkpoints:
@@ -21,7 +21,7 @@ class Checkpoints:
         self.total = total
         self._free = list(range(total - 1, -1, -1))
         self._reserved: set[int] = set()
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, TreeNode] = {}
 
     def reserve(self, pool: BlockPool) -> int | None:
         """An id to save to; None when there is none to spare. It ends in `attach` or `cancel`."""
@@ -35,7 +35,7 @@ class Checkpoints:
         self._reserved.add(checkpoint)
         return checkpoint
 
-    def attach(self, node: Node, checkpoint: int) -> None:
+    def attach(self, node: TreeNode, checkpoint: int) -> None:
         """The state was saved: it is the one after this node. A second one of the same prefix is given back."""
         if node.checkpoint is not None:
             self.cancel(checkpoint)
@@ -49,7 +49,7 @@ class Checkpoints:
         self._reserved.remove(checkpoint)
         self._free.append(checkpoint)
 
-    def detach(self, node: Node) -> None:
+    def detach(self, node: TreeNode) -> None:
         """The node goes, or grows past its checkpoint."""
         if node.checkpoint is not None:
             del self._nodes[node.checkpoint]

@@ -16,7 +16,7 @@ from shoal.runners.plan import SeqId, StepPlan
 from shoal.types import FinishReason, Namespace
 
 
-class Outcome(NamedTuple):
+class JudgedTokens(NamedTuple):
     """What a step gave one sequence: the tokens up to the one that ends it, if one does.
 
     The first `kept` of them are output: all, or all but a stop token at the end. `finish` is why they end the request.
@@ -62,7 +62,7 @@ class Commit:
     """The plan was executed in `ms`; `outcomes` has an entry for every sequence that got tokens."""
 
     plan: StepPlan
-    outcomes: Mapping[SeqId, Outcome]
+    outcomes: Mapping[SeqId, JudgedTokens]
     now: float
     ms: float
 

@@ -10,7 +10,7 @@ import heapq
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 
-from shoal.core.nodes import Node
+from shoal.core.nodes import TreeNode
 from shoal.runners.plan import BlockId
 
 _NEVER = 1 << 62  # the step in which nobody will need a block
@@ -23,11 +23,11 @@ class Eviction:
     they come up; there are at most twice as many as nodes, and a few.
     """
 
-    def __init__(self, nodes: Mapping[BlockId, Node], evictable: Callable[[Node], bool]) -> None:
+    def __init__(self, nodes: Mapping[BlockId, TreeNode], evictable: Callable[[TreeNode], bool]) -> None:
         """`nodes` is the tree's own index. `evictable`: the node is a leaf in the tree and nobody holds its block."""
         self._nodes = nodes
         self._evictable = evictable
-        self._candidates: list[tuple[int, int, Node]] = []  # heap by (last_used, insertion)
+        self._candidates: list[tuple[int, int, TreeNode]] = []  # heap by (last_used, insertion)
         self._pushes = 0
         self._announced: dict[int, list[int]] = {}  # path hash -> the steps in which it will be needed, sorted
 
@@ -44,7 +44,7 @@ class Eviction:
             if not steps:
                 del self._announced[value]
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: TreeNode) -> None:
         """A node may have become evictable."""
         if node.queued or not self._evictable(node):
             return
@@ -55,10 +55,10 @@ class Eviction:
         self._pushes += 1
         heapq.heappush(self._candidates, (node.last_used, self._pushes, node))
 
-    def evict(self, count: int, remove: Callable[[Node], None]) -> int:
+    def evict(self, count: int, remove: Callable[[TreeNode], None]) -> int:
         """Have up to `count` nodes removed, in the order of the policy; returns how many."""
         freed = 0
-        spared: list[tuple[int, int, Node]] = []  # a heap by step of need, the most distant first, then by use
+        spared: list[tuple[int, int, TreeNode]] = []  # a heap by step of need, the most distant first, then by use
         while freed < count:
             node = self._next_candidate()
             if node is None:
@@ -82,11 +82,11 @@ class Eviction:
             self.offer(node)
         return freed
 
-    def _spared(self, node: Node) -> tuple[int, int, Node]:
+    def _spared(self, node: TreeNode) -> tuple[int, int, TreeNode]:
         self._pushes += 1
         return -self._announced.get(node.path_hash, [_NEVER])[0], self._pushes, node
 
-    def _next_candidate(self) -> Node | None:
+    def _next_candidate(self) -> TreeNode | None:
         while self._candidates:
             last_used, _, node = heapq.heappop(self._candidates)
             node.queued = False

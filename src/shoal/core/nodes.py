@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from shoal.runners.plan import BlockId
 
 
-class Node:
+class TreeNode:
     """One block in the tree. `key` are its tokens, fewer than a block in a tail; a tail has no children."""
 
     __slots__ = ("block", "checkpoint", "children", "key", "keys", "last_used", "parent", "path_hash", "queued")
 
-    def __init__(self, key: tuple[int, ...], block: BlockId, parent: Node | None, path_hash: int) -> None:
+    def __init__(self, key: tuple[int, ...], block: BlockId, parent: TreeNode | None, path_hash: int) -> None:
         self.key = key
         self.block = block
         self.parent = parent
         self.path_hash = path_hash
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[tuple[int, ...], TreeNode] = {}
         self.keys: list[tuple[int, ...]] = []  # the children's keys, sorted: the best partial match is a neighbour
         self.last_used = 0
         self.checkpoint: int | None = None  # the recurrent state after its last token

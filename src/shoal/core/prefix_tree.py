@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from shoal.core.blocks import BlockPool
 from shoal.core.checkpoints import Checkpoints
 from shoal.core.eviction import Eviction
-from shoal.core.nodes import Match, Node
+from shoal.core.nodes import Match, TreeNode
 from shoal.runners.plan import BlockId
 from shoal.types import Namespace
 
@@ -66,8 +66,9 @@ class PrefixTree:
         self.max_cached = max_cached
         self.checkpoints = checkpoints
         self.evictions = 0
-        self._roots: OrderedDict[tuple[str, str], tuple[int, Node]] = OrderedDict()  # least recently used first
-        self._nodes: dict[BlockId, Node] = {}
+        self.recomputed = 0  # tokens that came back after their eviction
+        self._roots: OrderedDict[tuple[str, str], tuple[int, TreeNode]] = OrderedDict()  # least recently used first
+        self._nodes: dict[BlockId, TreeNode] = {}
         self._clock = 0
         self.eviction = Eviction(self._nodes, self._evictable)
         self._ghosts: OrderedDict[int, None] = OrderedDict()
@@ -84,7 +85,7 @@ class PrefixTree:
             return Match()
         self._clock += 1
         size, at = self.block_size, 0
-        path: list[Node] = []
+        path: list[TreeNode] = []
         while at + size <= limit:
             child = node.children.get(tuple(tokens[at : at + size]))
             if child is None:
@@ -103,7 +104,7 @@ class PrefixTree:
         tail.last_used = self._clock
         return Match(blocks, at, tail.block, agreeing, known=at + agreeing)
 
-    def _cut_at_checkpoint(self, path: list[Node], end: Node, rest: tuple[int, ...], known: int) -> Match:
+    def _cut_at_checkpoint(self, path: list[TreeNode], end: TreeNode, rest: tuple[int, ...], known: int) -> Match:
         """The longest part of a matched path (and of a tail below its end) after which the state was kept."""
         blocks = tuple(node.block for node in path)
         if self.copies_blocks:
@@ -128,7 +129,7 @@ class PrefixTree:
         else:
             self.checkpoints.attach(node, checkpoint)
 
-    def _best_tail(self, node: Node, rest: tuple[int, ...]) -> tuple[Node | None, int]:
+    def _best_tail(self, node: TreeNode, rest: tuple[int, ...]) -> tuple[TreeNode | None, int]:
         """The child that agrees longest with `rest`: in sorted order it is one of the two neighbours of `rest`."""
         if not self.copies_blocks or not rest or not node.keys:
             return None, 0
@@ -183,7 +184,7 @@ class PrefixTree:
             node = child
         return standing
 
-    def _add(self, parent: Node, key: tuple[int, ...], block: BlockId) -> Node | None:
+    def _add(self, parent: TreeNode, key: tuple[int, ...], block: BlockId) -> TreeNode | None:
         """Add or extend the node of `block` under `parent`; None when a tail would add nothing."""
         full = len(key) == self.block_size
         path_hash = hash((parent.path_hash, key))
@@ -202,28 +203,30 @@ class PrefixTree:
             return None  # a longer block already has all of it
         if before is not None and agreeing == len(before.key) < len(key) and self._useless(before):
             self._remove(before)  # the newcomer has all of this tail, and more
-        node = Node(key, block, parent, path_hash)
+        node = TreeNode(key, block, parent, path_hash)
         self.pool.adopt(block)
         self._nodes[block] = node
         self._link(parent, node)
-        self._ghosts.pop(path_hash, None)
+        if path_hash in self._ghosts:
+            del self._ghosts[path_hash]
+            self.recomputed += len(key)
         return node
 
-    def _useless(self, tail: Node) -> bool:
+    def _useless(self, tail: TreeNode) -> bool:
         """Nobody would miss a tail of which another block has everything."""
         return self.pool.refs(tail.block) == 0 and tail.checkpoint is None
 
-    def _link(self, parent: Node, node: Node) -> None:
+    def _link(self, parent: TreeNode, node: TreeNode) -> None:
         parent.children[node.key] = node
         insort(parent.keys, node.key)
 
-    def _unlink(self, node: Node) -> None:
+    def _unlink(self, node: TreeNode) -> None:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
         del parent.keys[bisect_left(parent.keys, node.key)]
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: TreeNode) -> None:
         if self.checkpoints is not None:
             self.checkpoints.detach(node)
         self._unlink(node)
@@ -244,7 +247,7 @@ class PrefixTree:
             if node is not None:
                 self._remove_subtree(node)
 
-    def _remove_subtree(self, top: Node) -> None:
+    def _remove_subtree(self, top: TreeNode) -> None:
         order, stack = [], [top]
         while stack:
             node = stack.pop()
@@ -259,10 +262,10 @@ class PrefixTree:
         """Free up to `count` cached blocks, in the order that `eviction` says; returns how many."""
         return self.eviction.evict(count, self._evict) if count > 0 else 0
 
-    def _evictable(self, node: Node) -> bool:
+    def _evictable(self, node: TreeNode) -> bool:
         return node.parent is not None and not node.children and self.pool.refs(node.block) == 0
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: TreeNode) -> None:
         self._ghosts[node.path_hash] = None
         if len(self._ghosts) > _GHOSTS:
             self._ghosts.popitem(last=False)
@@ -271,7 +274,7 @@ class PrefixTree:
 
     # -- namespaces ---------------------------------------------------------------------------------------------
 
-    def _root(self, namespace: Namespace, *, create: bool = False) -> Node | None:
+    def _root(self, namespace: Namespace, *, create: bool = False) -> TreeNode | None:
         """The root of a namespace, emptied first when its version was bumped.
 
         None for an older version than the one it has, and without `create` where it has no root yet.
@@ -289,7 +292,7 @@ class PrefixTree:
                 self._remove_subtree(child)
         elif not create:
             return None
-        root = Node((), -1, None, hash(namespace))
+        root = TreeNode((), -1, None, hash(namespace))
         self._roots[place] = (namespace.version, root)
         if len(self._roots) > self.pool.total + _EMPTY_ROOTS:  # at most `total` of them have blocks
             self._drop_empty_roots()
@@ -303,7 +306,7 @@ class PrefixTree:
 
     # -- audit --------------------------------------------------------------------------------------------------
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[TreeNode]:
         """All nodes below all roots, parents before children."""
         for _, root in self._roots.values():
             stack = list(root.children.values())

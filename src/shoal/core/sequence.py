@@ -6,7 +6,7 @@ import math
 from enum import Enum
 from typing import NamedTuple
 
-from shoal.core.commands import Outcome
+from shoal.core.commands import JudgedTokens
 from shoal.core.request import RequestSpec
 from shoal.errors import ShoalError
 from shoal.runners.plan import BlockId, SeqId, Want
@@ -129,7 +129,7 @@ class Sequence:
         """Call after every change to `blocks`."""
         self._table = None
 
-    def write(self, outcome: Outcome, chain: int) -> None:
+    def write(self, outcome: JudgedTokens, chain: int) -> None:
         """Append what a step gave. Of its tokens, the first `chain` without the last were fed on the device already."""
         tokens, kept, _ = outcome
         if len(tokens) == 1:

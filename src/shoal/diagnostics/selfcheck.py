@@ -34,7 +34,7 @@ def self_check(engine: Engine) -> dict[str, str]:
         differing += [f"{name} {how}" for how, tokens in (("in a batch", batch), ("cached", cached)) if tokens != alone]
     if differing:
         detail = f"tokens differ from those of a lone run: {', '.join(differing)}"
-        if engine.inputs.spec.exact:
+        if engine.spec.exact:
             return {"status": "FAILED", "detail": detail}
         return {
             "status": "inexact",

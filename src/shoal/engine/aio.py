@@ -216,7 +216,7 @@ class AsyncEngine(AsyncFace):
         return expectation
 
     def _shared(self, prompts: Sequence[Prompt]) -> tuple[int, ...]:
-        return PrefixCache.longest_common_prefix([self.engine.inputs.tokenize(as_request(p, {})) for p in prompts])
+        return PrefixCache.longest_common_prefix([self.engine.tokenize(as_request(p, {})) for p in prompts])
 
     async def _pin(self, request: Request) -> PrefixCache:
         events: asyncio.Queue[Event] = asyncio.Queue()

@@ -114,7 +114,7 @@ def _check_prefix(engine: Engine, requests: Sequence[Request], prefix: PrefixCac
     if prefix.released:
         raise InvalidRequestError("the prefix was released", param="prefix", hint="compute it again with cache_prefix")
     for request in requests:
-        tokens = engine.inputs.tokenize(request)
+        tokens = engine.tokenize(request)
         if tuple(tokens[: len(prefix.tokens)]) != prefix.tokens or request.namespace != prefix.namespace:
             raise InvalidRequestError(
                 "a request does not begin with the prefix",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from shoal.config import EngineConfig, Settings
 from shoal.core.commands import PreemptAll, SetMaxStall
+from shoal.core.request import RequestSpec
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
@@ -139,17 +140,20 @@ class Engine:
 
     def tokenize(self, request: Request) -> list[int]:
         """Token ids of a request's prompt. InvalidRequestError names the field that cannot be encoded."""
-        return self.inputs.tokenize(request)
+        return self._loop.inputs.tokenize(request)
+
+    def check_text(self, *texts: str) -> None:
+        """Refuse texts that together are far too long for a prompt, before they are tokenised: PromptTooLongError."""
+        self._loop.inputs.check_text(*texts)
+
+    def check_grammar(self, sampling: SamplingParams) -> None:
+        """Refuse a schema, expression or grammar (one is given) of which no masks can be made: InvalidRequestError."""
+        self._loop.inputs.compile(sampling)
 
     def _accept(self, request: Request, sink: Sink | None) -> Handle:
         """As `submit`, also for a request whose `arrival_s` has come."""
         self._refuse_if_closed()
-        return self._submit(self.inputs.prepare(request), sink)
-
-    @property
-    def inputs(self) -> InputProcessor:
-        """What turns requests into tokens and refuses those that cannot be served."""
-        return self._loop.inputs
+        return self._submit(self._loop.inputs.prepare(request), sink)
 
     def _submit(
         self,
@@ -167,9 +171,9 @@ class Engine:
         self._post(join, handle.id)
         return handle
 
-    def resume_request(self, prepared: PreparedRequest, before: Output) -> Handle:
+    def resume_request(self, spec: RequestSpec, before: Output) -> Handle:
         """Let a request go on after what it wrote before, as when a saved state is restored. Raises as `submit`."""
-        return self._submit(prepared, None, before=before)
+        return self._submit(self._loop.inputs.admit(spec), None, before=before)
 
     def _register(self, arriving: Sequence[PreparedRequest], sink: Sink | None) -> list[Handle]:
         """Name requests that are about to join: all or none. Refuses a name in use, a full queue, a closed engine."""
@@ -240,7 +244,7 @@ class Engine:
     def prefill(self, request: Request, *, sink: Sink | None = None) -> Handle:
         """Compute a request's prompt and no output; its KV is pinned when the result comes. Raises as `submit`."""
         refuse_arrival(request)
-        return self._submit(self.inputs.prepare(request, prefill_only=True), sink)
+        return self._submit(self._loop.inputs.prepare(request, prefill_only=True), sink)
 
     def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:
         """Announce that requests beginning with `tokens` come in about `steps` steps: that prefix is evicted last."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.checks import is_whole
 from shoal.core.request import RequestSpec
 from shoal.errors import InvalidRequestError, KVBudgetError, PromptTooLongError
 from shoal.runners.plan import ModelSpec
@@ -169,12 +170,13 @@ class InputProcessor:
             spec = dataclasses.replace(spec, sampling=sampling)
         for token in sampling.stop_token_ids:
             self._check_token(token, "stop_token_ids")
-        grammar = self._compile(sampling) if sampling.structured else None
+        grammar = self.compile(sampling) if sampling.structured else None
         prepared = PreparedRequest(spec, grammar, self.codec)
         prepared.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks
         return prepared
 
-    def _compile(self, sampling: SamplingParams) -> Grammar:
+    def compile(self, sampling: SamplingParams) -> Grammar:
+        """The grammar of an output that is `structured`. Raises `InvalidRequestError`."""
         if self.grammars is None:
             raise InvalidRequestError(
                 "a grammar needs a tokenizer and this engine has none", param="json_schema", hint="load a whole model"
@@ -193,7 +195,7 @@ class InputProcessor:
 
     def _check_token(self, token: object, param: str) -> None:
         vocab = self.spec.vocab_size
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+        if not is_whole(token, 0, vocab - 1):
             raise InvalidRequestError(
                 f"{param} has {token!r}", param=param, value=token, limit=vocab, hint=f"tokens go from 0 to {vocab - 1}"
             )

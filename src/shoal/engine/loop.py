@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
-from shoal.core.commands import Abort, Add, Commit, Defer, Fail, Outcome, Schedule, Share, Unpin
+from shoal.core.commands import Abort, Add, Commit, Defer, Fail, JudgedTokens, Schedule, Share, Unpin
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.record import Recorder
+from shoal.engine.storm import StormWatch
 from shoal.errors import CallbackError, RunnerError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
@@ -81,12 +82,12 @@ class RequestState:
         written = tuple(self.seq.tokens[self.seq.prompt_len :])
         return Output(written, tuple(self.logprobs), tuple(self.prompt_logprobs))
 
-    def take(self, tokens: tuple[int, ...]) -> Outcome:
+    def take(self, tokens: tuple[int, ...]) -> JudgedTokens:
         """Let the stop rules judge new tokens, in order, up to one that ends the output."""
         if len(tokens) == 1:  # the common case, without the lists
             self.new_text, reason, is_output = self.checker.push(tokens[0])
             self.new_tokens = tokens if is_output else ()
-            return Outcome(tokens, int(is_output), reason)
+            return JudgedTokens(tokens, int(is_output), reason)
         text: list[str] = []
         outcome = _judged(tokens, self.checker, text)
         self.new_text = "".join(text)
@@ -155,13 +156,14 @@ class StepLoop:
         self.clock = clock
         self._recorder = None if config.record is None else Recorder(Path(config.record), runner.spec, config)
         self.scheduler = Scheduler(runner.spec, config, self._recorder)
+        self._storm = StormWatch(runner.spec, config)
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
         self.step_starters: list[Callable[[], bool]] = []  # see `start_step`
         self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}  # pinned ones
         self._states: dict[SeqId, RequestState] = {}
-        self._finished = self._cached_tokens = self._computed_tokens = 0
+        self._finished = self._cached_tokens = self._computed_tokens = self._prompt_fed = 0
         self._ends: deque[float] = deque(maxlen=32)
         self._next_id = 0
 
@@ -280,6 +282,8 @@ class StepLoop:
         self.steps += 1
         ms = (self.clock() - begin) * 1e3
         prefill, execute_ms = plan.num_tokens - decoded, (executed - started) * 1e3
+        self._prompt_fed += prefill
+        self._storm.look(end, self.scheduler.kv.tree.recomputed, self._prompt_fed, prefill)
         record = StepRecord(plan.step, len(plan.sequences), prefill, decoded * plan.chain, ms, execute_ms)
         self._tell_listeners(record)
         self._deliver(outcomes)  # last: whoever hears of an end has the records of all its steps
@@ -480,14 +484,14 @@ class StepLoop:
         )
 
 
-def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> Outcome:
+def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> JudgedTokens:
     """Let the stop rules judge tokens, in order, up to one that ends the output; the text of each goes to `text`."""
     for count, token in enumerate(tokens):
         verdict = checker.push(token)
         text.append(verdict.text)
         if verdict.reason is not None:
-            return Outcome(tokens[: count + 1], count + verdict.is_output, verdict.reason)
-    return Outcome(tokens, len(tokens))
+            return JudgedTokens(tokens[: count + 1], count + verdict.is_output, verdict.reason)
+    return JudgedTokens(tokens, len(tokens))
 
 
 def _take_scores(state: RequestState, item: ScheduledSequence, rows: NDArray[np.float32]) -> bool:

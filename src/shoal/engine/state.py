@@ -114,7 +114,7 @@ def restore(engine: Engine, path: Path) -> None:
             saved = from_json(entry, _Saved)
             spec = dataclasses.replace(saved.spec, prompt=tuple(arrays[f"prompt.{i}"].tolist()))
             before = Output(tuple(arrays[f"output.{i}"].tolist()), saved.logprobs)
-            engine.restored_handles.append(engine.resume_request(engine.inputs.admit(spec), before))
+            engine.restored_handles.append(engine.resume_request(spec, before))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _broken(path, error) from error
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.checks import is_number
 from shoal.errors import ModelFormatError, UnsupportedModelError
 from shoal.models.split import check_part, check_total, part_paths
 
@@ -286,7 +287,7 @@ class _Keys:
             value = value.max().item()
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        if not is_number(value, 0):
             raise ModelFormatError(f"{self.path}: {full} is {value!r}", value=value, limit="a number", hint=_HINT)
         return value
 

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from shoal import __version__
-from shoal.engine.inputs import InputProcessor
+from shoal.engine.engine import Engine
 from shoal.engine.loading import ModelCodec
 from shoal.errors import ShoalError
 from shoal.server.anthropic.messages import count_tokens, messages
@@ -160,7 +160,7 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         served = api.hub.acquire(body.model)
         try:
-            tokens = await asyncio.to_thread(_tokens, served.engine.inputs, body)
+            tokens = await asyncio.to_thread(_tokens, served.engine, body)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": served.engine.spec.context_length}
         finally:
             api.hub.release(served)
@@ -169,7 +169,7 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         served = api.hub.acquire(body.model)
         try:
-            return {"prompt": await asyncio.to_thread(_text, served.engine.inputs, body.tokens)}
+            return {"prompt": await asyncio.to_thread(_text, served.engine, body.tokens)}
         finally:
             api.hub.release(served)
 
@@ -177,13 +177,13 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     async def tokenizer_info() -> dict[str, Any]:
         served = api.hub.acquire(None)
         try:
-            return _tokenizer_info(served.engine.inputs)
+            return _tokenizer_info(served.engine)
         finally:
             api.hub.release(served)
 
 
-def _tokenizer_info(inputs: InputProcessor) -> dict[str, Any]:
-    codec = inputs.codec
+def _tokenizer_info(engine: Engine) -> dict[str, Any]:
+    codec = engine.codec
     if not isinstance(codec, ModelCodec):
         raise ApiError(404, "the served model has no tokenizer to tell of", code="not_supported")
     tokenizer = codec.tokenizer
@@ -197,22 +197,22 @@ def _spelt(tokenizer: Any, token: int | None) -> str | None:
     return None if token is None else tokenizer.token_bytes(token, special=True).decode("utf-8", "replace")
 
 
-def _text(inputs: InputProcessor, tokens: list[int]) -> str:
-    if inputs.codec is None:
+def _text(engine: Engine, tokens: list[int]) -> str:
+    if engine.codec is None:
         raise bad_request("the served model has no tokenizer", "model")
-    if not all(0 <= token < inputs.spec.vocab_size for token in tokens):
-        raise bad_request(f"tokens go from 0 to {inputs.spec.vocab_size - 1}", "tokens")
-    return b"".join(map(inputs.codec.token_bytes, tokens)).decode("utf-8", "replace")
+    if not all(0 <= token < engine.spec.vocab_size for token in tokens):
+        raise bad_request(f"tokens go from 0 to {engine.spec.vocab_size - 1}", "tokens")
+    return b"".join(map(engine.codec.token_bytes, tokens)).decode("utf-8", "replace")
 
 
-def _tokens(inputs: InputProcessor, body: TokenizeRequest) -> list[int]:
-    codec = inputs.codec
+def _tokens(engine: Engine, body: TokenizeRequest) -> list[int]:
+    codec = engine.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "model")
     if body.messages is not None:
-        return prompt_tokens(inputs, Chat(body.messages, body.tools or ()))
+        return prompt_tokens(engine, Chat(body.messages, body.tools or ()))
     text = body.prompt or ""
-    inputs.check_text(text)
+    engine.check_text(text)
     return codec.encode(text, add_special=body.add_special_tokens is not False)
 
 

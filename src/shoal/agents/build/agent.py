@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shoal.agents.build.policy import Default, Fail, Fallback, Policy, Retry, Skip, fail
+from shoal.agents.build.policy import Default, FailRun, Fallback, Policy, Retry, Skip, fail
 from shoal.agents.build.schema import Schema, schema_of
+from shoal.checks import is_number
 from shoal.errors import GraphError
 from shoal.types import Priority, SamplingParams
 
@@ -58,7 +58,7 @@ class Agent:
         object.__setattr__(self, "priority", Priority(self.priority))
         for name in ("timeout_s", "deadline_s"):
             check_seconds(name, getattr(self, name))
-        if not isinstance(self.on_failure, Fail | Skip | Default | Fallback | Retry):
+        if not isinstance(self.on_failure, FailRun | Skip | Default | Fallback | Retry):
             raise _wrong("on_failure", self.on_failure, "retry(...), default(...), fallback(...), skip or fail")
         if self.schema is not None and self.sampling.structured:
             raise _wrong("schema", self.schema, "given here or in sampling, not in both")
@@ -76,8 +76,7 @@ class Agent:
 
 def check_seconds(name: str, value: object) -> None:
     """GraphError unless `value` is None or a finite number above 0."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 0 < value < math.inf):  # type: ignore[operator]
+    if value is not None and not (is_number(value) and value > 0):
         raise _wrong(name, value, "above 0 seconds, or None")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.agents.build.agent import Agent, check_seconds, placeholders
 from shoal.agents.build.node import Input, Node, NodeLike, Ref, Rule, Source, nodes_of
-from shoal.agents.build.rules import Branch, FunctionCall, Loop, Map, Reduce
+from shoal.agents.build.rules import Branch, FunctionRule, Loop, Map, Reduce
 from shoal.errors import CycleError, GraphError
 from shoal.types import Namespace
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RESERVED = ("engine", "trace", "task_id", "deadline_s", "seed")
 
 
-class Builder:
+class GraphBuilder:
     """What a graph and a run of it have in common: nodes by id, what each of them needs, and ways to add more.
 
     Invariant: no node needs itself, directly or through others.
@@ -92,7 +92,7 @@ class Builder:
         """
         sources = tuple(nodes_of(after))
         return self._rule(
-            name or str(getattr(function, "__name__", "call")), FunctionCall(function, sources), [], after
+            name or str(getattr(function, "__name__", "call")), FunctionRule(function, sources), [], after
         )
 
     def depend(self, node: Node, *, on: NodeLike) -> None:
@@ -153,7 +153,7 @@ class Builder:
                     stack.append(other)
 
 
-class Graph(Builder):
+class Graph(GraphBuilder):
     """Agents and what they wait for. Build it once, run it as often as you like, on any engine.
 
     `shared` is text that every agent begins with: rules, context, inputs in braces. `deadline_s` bounds a run; of it

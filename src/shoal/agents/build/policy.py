@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shoal.checks import is_number
 from shoal.errors import GraphError
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailRun:
     """The node fails, and so does what depends on it, unless its own policy says otherwise."""
 
 
@@ -46,10 +47,10 @@ class Retry:
     then: Last
 
 
-Last: TypeAlias = Fail | Skip | Default | Fallback
+Last: TypeAlias = FailRun | Skip | Default | Fallback
 Policy: TypeAlias = Last | Retry
 
-fail = Fail()
+fail = FailRun()
 skip = Skip()
 
 
@@ -76,7 +77,7 @@ def retry(times: int = 2, *, backoff_s: float = 0.2, factor: float = 2.0, then: 
     output that does not fit the schema when it was sampled (a greedy agent would write the same again).
     """
     for name, value, low in (("times", times, 1), ("backoff_s", backoff_s, 0), ("factor", factor, 1)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < 1000:
+        if not is_number(value, low) or value >= 1000:
             raise GraphError(f"{name} is {value!r}", value=value, hint=f"it must be from {low} to 1000")
     if not isinstance(times, int):
         raise GraphError(f"times is {times!r}", value=times, hint="it must be a whole number")

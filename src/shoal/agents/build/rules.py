@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.agents.build.agent import Agent
 from shoal.agents.build.node import NOTHING, Expansion, Input, Node, Ref, Rule, Source
+from shoal.checks import is_whole
 from shoal.errors import GraphError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Reduce(Rule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "agents", (self.agent,))
-        if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 2:
+        if not is_whole(self.width, 2):
             raise GraphError(f"width is {self.width!r}", value=self.width, hint="it must be 2 or more")
 
     @property
@@ -119,7 +120,7 @@ class Loop(Rule):
     def __post_init__(self) -> None:
         if not self.agents:
             raise GraphError("the loop has no agents", hint="give at least one")
-        if isinstance(self.at_most, bool) or not isinstance(self.at_most, int) or not 1 <= self.at_most <= 1000:
+        if not is_whole(self.at_most, 1, 1000):
             raise GraphError(f"at_most is {self.at_most!r}", value=self.at_most, hint="it must be from 1 to 1000")
 
     @property
@@ -199,7 +200,7 @@ def _hashable(value: object) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class FunctionCall(Rule):
+class FunctionRule(Rule):
     """Any function."""
 
     function: Callable[..., Any]

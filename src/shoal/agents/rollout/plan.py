@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from shoal.checks import is_number, is_whole
 from shoal.errors import ConfigError, StoreError
 from shoal.names import did_you_mean
 
@@ -38,11 +39,11 @@ class RolloutPlan:
     def __post_init__(self) -> None:
         for name in ("share", "max_failures", "min_agreement", "compare"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 <= value <= 1):
+            if value is not None and not is_number(value, 0, 1):
                 raise _wrong(name, value, "a number from 0 to 1")
-        if not _is_number(self.max_slowdown) or self.max_slowdown < 0:
+        if not is_number(self.max_slowdown, 0):
             raise _wrong("max_slowdown", self.max_slowdown, "0 or more")
-        if not isinstance(self.min_samples, int) or isinstance(self.min_samples, bool) or self.min_samples < 1:
+        if not is_whole(self.min_samples, 1):
             raise _wrong("min_samples", self.min_samples, "a whole number above 0")
         if not isinstance(self.candidate, Mapping):
             raise _wrong("candidate", self.candidate, "the settings of an engine")
@@ -60,10 +61,6 @@ class RolloutPlan:
                 hint = did_you_mean(str(name), known)
                 raise ConfigError(f"unknown key {name!r} in the plan", value=name, limit=known, hint=hint)
         return cls(**document)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _wrong(name: str, value: object, limit: str) -> ConfigError:

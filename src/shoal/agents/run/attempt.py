@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.agents.build.agent import Agent
 from shoal.agents.build.node import Node
-from shoal.agents.build.policy import Default, Fail, Fallback, Last, Retry, Skip, attempts_of
+from shoal.agents.build.policy import Default, FailRun, Fallback, Last, Retry, Skip, attempts_of
 from shoal.agents.run.cache import key_of
 from shoal.agents.run.engines import leaving
 from shoal.agents.run.events import EventKind, GraphEvent, Outcome, State
@@ -81,7 +81,7 @@ async def settle(run: Run, node: Node, last: Last, cause: str, limit: float) -> 
         return Outcome(State.SKIPPED, cause=cause)
     if isinstance(last, Default):
         return Outcome(State.DEFAULTED, last.value, cause=cause)
-    if isinstance(last, Fail):
+    if isinstance(last, FailRun):
         return Outcome(State.FAILED, cause=cause)
     run.decide("fallback", node, {"to": last.agent.name, "cause": cause})
     outcome = await pursue(run, node, last.agent, limit)

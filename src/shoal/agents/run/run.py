@@ -164,7 +164,7 @@ class Run(RunState):
             self._end(other, Outcome(State.SKIPPED, cause="discarded"))
 
     def depend(self, node: Node, *, on: NodeLike) -> None:
-        """As `Builder.depend`. GraphError for a node that has begun."""
+        """As `GraphBuilder.depend`. GraphError for a node that has begun."""
         if node in self._started_ms or node not in self.open:
             raise GraphError(f"{node.id} has begun", value=node.id, hint="let it wait before its inputs are there")
         super().depend(node, on=on)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.agents.build.graph import Builder, Graph
+from shoal.agents.build.graph import Graph, GraphBuilder
 from shoal.agents.build.node import Input, Node, NodeLike, Ref, Source
 from shoal.agents.build.schema import pick
 from shoal.agents.run.events import Outcome, State
@@ -14,7 +14,7 @@ from shoal.errors import GraphError
 _GIVEN = (State.DONE, State.DEFAULTED)
 
 
-class RunState(Builder):
+class RunState(GraphBuilder):
     """A graph's nodes and those its rules added, with their outcomes.
 
     Invariant: a node has an outcome or is in `open`, with the number of its needs that have none; an outcome is set
@@ -182,7 +182,7 @@ class RunState(Builder):
         return node
 
     def depend(self, node: Node, *, on: NodeLike) -> None:
-        """As `Builder.depend`."""
+        """As `GraphBuilder.depend`."""
         known = len(self._needs[node])
         super().depend(node, on=on)
         self._wait_for(node, self._needs[node][known:])

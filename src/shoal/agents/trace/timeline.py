@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.checks import is_number
+
+_MOST = 1e15  # milliseconds, or any other number that a record tells
+
 Record = Mapping[str, Any]
 
 
@@ -125,9 +129,7 @@ def _beginning(row: Row) -> float:
 
 def _number(value: object) -> float | None:
     """A finite number, or None: what stands in a file may be anything."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e15:
-        return None
-    return float(value)
+    return float(value) if is_number(value, -_MOST, _MOST) else None
 
 
 def at_ms(record: Record) -> float:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from shoal.checks import is_whole
 from shoal.errors import ModelFormatError
 from shoal.models.decoder import StoredTensor
 from shoal.models.families.rotary import Scaling
@@ -97,7 +98,7 @@ class Facts:
             value = value.item()
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST:
+        if not is_whole(value, least, _MOST - 1):
             self.fail(key, value, f"a whole number, {least} to 2^31")
         return value
 

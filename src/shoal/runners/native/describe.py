@@ -24,7 +24,7 @@ from shoal.models.decoder import (
     ShortConv,
     Weight,
 )
-from shoal.runners.native.pack import FORMS, Ones, Part
+from shoal.runners.native.pack import FORMS, Ones, PackedTensor
 
 Facts: TypeAlias = dict[str, Any]
 
@@ -195,14 +195,14 @@ _NORMS = ("mixer_norm", "mixer_post_norm", "ff_norm", "ff_post_norm")
 _MIXTURE_NORMS = ("router_norm", "experts_norm", "experts_post_norm", "shared_norm", "shared_post_norm")
 
 
-def tensors_of(model: Decoder) -> list[Part]:
+def tensors_of(model: Decoder) -> list[PackedTensor]:
     """The tensors of the packed file, named by their paths in the description; experts lie one under the other."""
-    parts = [Part("embedding", _matrix_shape(model.embedding), model.embedding)]
+    parts = [PackedTensor("embedding", _matrix_shape(model.embedding), model.embedding)]
     parts += _norm_parts("norm", model.norm, model.width)
     parts += [part for part in _linear("head", model.head) if not (model.tied and part.name == "head.weight")]
     inputs = model.layer_inputs
     if inputs is not None:
-        parts.append(Part("layer_inputs.embedding", _matrix_shape(inputs.embedding), inputs.embedding))
+        parts.append(PackedTensor("layer_inputs.embedding", _matrix_shape(inputs.embedding), inputs.embedding))
         parts += _linear("layer_inputs.project", inputs.project)
         parts += _norm_parts("layer_inputs.norm", inputs.norm, inputs.size)
     for i, layer in enumerate(model.layers):
@@ -210,7 +210,7 @@ def tensors_of(model: Decoder) -> list[Part]:
     return parts
 
 
-def _layer_parts(at: str, layer: Layer, width: int) -> Iterator[Part]:
+def _layer_parts(at: str, layer: Layer, width: int) -> Iterator[PackedTensor]:
     for name in _NORMS:
         yield from _norm_parts(at + name, getattr(layer, name), width)
     mixer, feed = layer.mixer, layer.feed_forward
@@ -238,32 +238,32 @@ def _layer_parts(at: str, layer: Layer, width: int) -> Iterator[Part]:
         yield from _norm_parts(at + "layer_input.norm", layer.layer_input.norm, width)
 
 
-def _fields(at: str, node: Mixer | FeedForward) -> Iterator[Part]:
+def _fields(at: str, node: Mixer | FeedForward) -> Iterator[PackedTensor]:
     """Every linear map and vector that a node holds itself. A convolution is turned to [taps, channels]."""
     for name in node.__dataclass_fields__:
         value = getattr(node, name)
         if isinstance(value, Linear):
             yield from _linear(at + name, value)
         elif isinstance(value, Weight):
-            yield Part(at + name, (math.prod(value.shape),), value, turned=name == "conv")
+            yield PackedTensor(at + name, (math.prod(value.shape),), value, turned=name == "conv")
 
 
-def _linear(name: str, linear: Linear) -> Iterator[Part]:
-    yield Part(f"{name}.weight", _matrix_shape(linear.weight), linear.weight)
+def _linear(name: str, linear: Linear) -> Iterator[PackedTensor]:
+    yield PackedTensor(f"{name}.weight", _matrix_shape(linear.weight), linear.weight)
     if linear.bias is not None:
-        yield Part(f"{name}.bias", (math.prod(linear.bias.shape),), linear.bias)
+        yield PackedTensor(f"{name}.bias", (math.prod(linear.bias.shape),), linear.bias)
 
 
 def _matrix_shape(weight: Weight) -> tuple[int, int]:
     return math.prod(weight.shape[:-1]), weight.shape[-1]
 
 
-def _norm_parts(name: str, norm: Norm | None, size: int) -> Iterator[Part]:
+def _norm_parts(name: str, norm: Norm | None, size: int) -> Iterator[PackedTensor]:
     if norm is None:
         return
-    yield Part(f"{name}.weight", (size,), norm.weight if norm.weight is not None else Ones((size,)))
+    yield PackedTensor(f"{name}.weight", (size,), norm.weight if norm.weight is not None else Ones((size,)))
     if norm.bias is not None:
-        yield Part(f"{name}.bias", (size,), norm.bias)
+        yield PackedTensor(f"{name}.bias", (size,), norm.bias)
 
 
 def check(model: Decoder, core: Any) -> None:

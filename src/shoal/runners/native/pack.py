@@ -56,7 +56,7 @@ class Ones:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackedTensor:
     """A tensor of the packed file: `weight` as a matrix of `shape` [n, k], or as a vector of `shape` [n].
 
     `turned`: a vector made of [channels, taps] is stored as [taps, channels].
@@ -146,7 +146,7 @@ class Entry:
     table: list[int]
 
 
-def entry_of(part: Part, offset: int) -> tuple[Entry, int]:
+def entry_of(part: PackedTensor, offset: int) -> tuple[Entry, int]:
     """Where a tensor goes and how many bytes it takes. `UnsupportedModelError` for a type without a kernel."""
     if len(part.shape) == 1:
         n = part.shape[0] if not part.name.endswith(".bias") else -(-part.shape[0] // STRIP) * STRIP
@@ -165,7 +165,7 @@ def entry_of(part: Part, offset: int) -> tuple[Entry, int]:
 class _Piece(NamedTuple):
     """A range of the packed file: a vector, or strips first .. first + strips - 1 of a tensor; zeros up to `end`."""
 
-    part: Part
+    part: PackedTensor
     entry: Entry
     first: int
     strips: int
@@ -173,7 +173,7 @@ class _Piece(NamedTuple):
     end: int
 
 
-def _pieces(part: Part, entry: Entry, size: int) -> Iterator[_Piece]:
+def _pieces(part: PackedTensor, entry: Entry, size: int) -> Iterator[_Piece]:
     end = entry.offset + -(-size // ALIGN) * ALIGN
     if entry.codes == 0:
         yield _Piece(part, entry, 0, 0, entry.offset, end)
@@ -202,7 +202,7 @@ def _fill(piece: _Piece, out: NDArray[np.uint8]) -> None:
     core.pack(asdict(entry), kind, np.ascontiguousarray(rows).reshape(-1), first, piece.strips, packed)
 
 
-def packed_bytes(part: Part) -> NDArray[np.uint8]:
+def packed_bytes(part: PackedTensor) -> NDArray[np.uint8]:
     """The packed bytes of one matrix."""
     entry, size = entry_of(part, 0)
     out = np.empty(size, np.uint8)
@@ -211,7 +211,7 @@ def packed_bytes(part: Part) -> NDArray[np.uint8]:
     return out
 
 
-def write_packed(path: Path, facts: dict[str, Any], tensors: list[Part]) -> None:
+def write_packed(path: Path, facts: dict[str, Any], tensors: list[PackedTensor]) -> None:
     """Pack tensors into the file at `path`, whole or not at all. `StoreError` when the disk will not have it."""
     entries, pieces, offset = [], list[_Piece](), 0
     for tensor in tensors:

@@ -67,20 +67,19 @@ def _use(body: CountRequest) -> ToolUse:
 
 
 def _prompt(served: Served, body: CountRequest, use: ToolUse) -> Sequence[int]:
-    inputs = served.engine.inputs
-    if inputs.codec is None:
+    if served.engine.codec is None:
         raise bad_request("the served model has no tokenizer", "messages")
     turns, prefill = body.chat()
-    return prompt_tokens(inputs, Chat(turns, use.shown, effort=body.effort().level, prefill=prefill))
+    return prompt_tokens(served.engine, Chat(turns, use.shown, effort=body.effort().level, prefill=prefill))
 
 
 def _request(api: Api, served: Served, body: MessagesRequest, use: ToolUse) -> Request:
-    inputs = served.engine.inputs
     tokens = _prompt(served, body, use)
-    codec = inputs.codec
+    codec = served.engine.codec
     assert codec is not None
     arguments = body.sampling()
-    arguments |= use.held(inputs, tool_style(codec), body.schema_of(), "tools.{}.input_schema")
+    arguments |= use.held(served.engine, tool_style(codec), body.schema_of(), "tools.{}.input_schema")
+    body.note_unchecked(use.unchecked(body.schema_of()))
     if body.stop_sequences:
         arguments["stop"] = tuple(body.stop_sequences)
     arguments["max_tokens"] = output_limit(served, len(tokens), body.max_tokens)
@@ -181,7 +180,7 @@ class Answer:
 
     def _stopped_by(self, result: Result) -> str | None:
         """The stop sequence that ended the answer: the text is cut before it, the tokens are not."""
-        codec = self._call.served.engine.inputs.codec
+        codec = self._call.served.engine.codec
         if codec is None or not self._stops:
             return None
         written = b"".join(map(codec.token_bytes, result.tokens)).decode("utf-8", "replace")

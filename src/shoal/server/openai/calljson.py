@@ -28,7 +28,7 @@ class CallDelta:
     done: bool = False
 
 
-class Verdict(Enum):
+class CallVerdict(Enum):
     """What an object is taken for."""
 
     OPEN = "open"  # not known yet
@@ -62,7 +62,7 @@ class CallReader:
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
-        self.verdict = Verdict.OPEN
+        self.verdict = CallVerdict.OPEN
         self._names = names
         self._at = _At.END
         self._level = 0  # 2 inside {"function": {...}}
@@ -83,7 +83,7 @@ class CallReader:
     @property
     def refused(self) -> bool:
         """True when it is no call."""
-        return self.verdict is Verdict.REFUSED
+        return self.verdict is CallVerdict.REFUSED
 
     @property
     def done(self) -> bool:
@@ -148,7 +148,7 @@ class CallReader:
         elif at in (_At.COMMA, _At.KEY) and c == "}":
             self._close()
         else:
-            self.verdict = Verdict.REFUSED
+            self.verdict = CallVerdict.REFUSED
 
     def _begin_string(self, *, is_key: bool) -> None:
         self._raw, self._is_key, self._at = ['"'], is_key, _At.STRING
@@ -162,7 +162,7 @@ class CallReader:
         try:
             value = json.loads("".join(self._raw))
         except ValueError:
-            self.verdict = Verdict.REFUSED
+            self.verdict = CallVerdict.REFUSED
             return
         if self._is_key:
             self._key, self._at = value, _At.COLON
@@ -173,7 +173,7 @@ class CallReader:
             self._name = self._name or value
         elif self._key in _ARGUMENTS and value.strip(_WHITE) not in _NOTHING:
             self._early = value
-            self.verdict = self.verdict if value.lstrip(_WHITE).startswith("{") else Verdict.REFUSED
+            self.verdict = self.verdict if value.lstrip(_WHITE).startswith("{") else CallVerdict.REFUSED
 
     def _value(self, c: str) -> None:
         if self._key in _ARGUMENTS and self._early is None:
@@ -194,13 +194,13 @@ class CallReader:
         if c in ",}" + _WHITE:
             self._at = _At.COMMA
             if nothing and "".join(self._raw) != "null":
-                self.verdict = Verdict.REFUSED
+                self.verdict = CallVerdict.REFUSED
             elif c not in _WHITE:
                 self._structure(c)
             return
         self._raw.append(c)
         ok = "null".startswith("".join(self._raw)) if nothing else c.isalnum() or c in "+-."
-        self.verdict = self.verdict if ok else Verdict.REFUSED
+        self.verdict = self.verdict if ok else CallVerdict.REFUSED
 
     def _begin_skip(self, c: str) -> None:
         self._nesting, self._raw, self._at = _Nesting(), [], _At.SKIPPED
@@ -214,7 +214,7 @@ class CallReader:
             if self._key in _ARGUMENTS and self._early is None:
                 self._early = "".join(self._raw)
         elif c == "<" and self._nesting.torn:
-            self.verdict = Verdict.REFUSED
+            self.verdict = CallVerdict.REFUSED
 
     def _close(self) -> None:
         """A bracket closes the object, or the one inside it."""
@@ -223,7 +223,7 @@ class CallReader:
         if self._level == 0:
             self._level, self._at = -1, _At.END
             if (self._early is None and self._strange) or not self._commit():
-                self.verdict = Verdict.REFUSED
+                self.verdict = CallVerdict.REFUSED
                 return
             self._fragment.append("{}" if self._early is None else self._early)
             self._done = True
@@ -249,9 +249,9 @@ class CallReader:
         """It is a call, if its name may be one."""
         name = self._name
         if not name or (self._names is not None and name not in self._names):
-            self.verdict = Verdict.REFUSED
+            self.verdict = CallVerdict.REFUSED
             return False
-        self.verdict = Verdict.CALL
+        self.verdict = CallVerdict.CALL
         self._deltas.append(CallDelta(name=name, id=f"call_{secrets.token_hex(12)}"))
         return True
 
@@ -272,18 +272,18 @@ class CallReader:
         if c == "<" and self._broken:
             return self._abandon()
         text = self._quoted.push(c)
-        if self.verdict is Verdict.CALL or (text == "{" and self._commit()):
+        if self.verdict is CallVerdict.CALL or (text == "{" and self._commit()):
             self._fragment.append(text)
         elif text and text not in _WHITE:
             self._raw.append(text)
-            self.verdict = self.verdict if "null".startswith("".join(self._raw)) else Verdict.REFUSED
+            self.verdict = self.verdict if "null".startswith("".join(self._raw)) else CallVerdict.REFUSED
         return True
 
     def _close_quote(self) -> None:
         """A string of arguments ends; one in which nothing stood, or null, is a call without any."""
-        if self.verdict is Verdict.OPEN:
+        if self.verdict is CallVerdict.OPEN:
             if "".join(self._raw) not in _NOTHING or not self._commit():
-                self.verdict = Verdict.REFUSED
+                self.verdict = CallVerdict.REFUSED
                 return
             self._fragment.append("{}")
         self._end_arguments()

@@ -62,19 +62,19 @@ async def chat_completions(api: Api, http: HttpRequest, body: ChatRequest) -> Re
 
 
 def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequence[Request]:
-    inputs = served.engine.inputs
-    codec = inputs.codec
+    codec = served.engine.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "messages")
     arguments = body.sampling()
     schema = body.response_format.schema_of() if body.response_format is not None else None
-    held = use.held(inputs, tool_style(codec), schema, "tools.{}.function.parameters")
+    held = use.held(served.engine, tool_style(codec), schema, "tools.{}.function.parameters")
     if held and body.structured_outputs is not None:
         raise bad_request("structured_outputs contradicts response_format or tools", "structured_outputs")
     given = body.structured_outputs.json_ if body.structured_outputs is not None else None
     body.note_unchecked(use.unchecked(given if schema is None else schema))
     arguments.update(held)
-    tokens = prompt_tokens(inputs, Chat(body.messages, use.shown, body.chat_template_kwargs, body.reasoning_effort))
+    chat = Chat(body.messages, use.shown, body.chat_template_kwargs, body.reasoning_effort)
+    tokens = prompt_tokens(served.engine, chat)
     arguments = Effort(body.reasoning_effort, body.thinking_budget).sampling(codec, tokens, arguments)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     arguments["max_tokens"] = output_limit(served, len(tokens), wanted)

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from shoal.engine.engine import Engine
 from shoal.sampling.schema import unchecked_formats
 from shoal.server.errors import bad_request
 from shoal.server.generation import Api, Call, choice_seeds, disconnected, output_limit, unless_gone
@@ -63,7 +64,6 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
 
 
 def _requests(api: Api, served: Served, body: CompletionRequest, prompts: Sequence[Prompt]) -> Sequence[Request]:
-    inputs = served.engine.inputs
     requests = []
     arguments = body.sampling()
     if body.logprobs is not None:
@@ -74,9 +74,7 @@ def _requests(api: Api, served: Served, body: CompletionRequest, prompts: Sequen
     body.note_unchecked(unchecked_formats(arguments.get("json_schema", {})))
     seeds = choice_seeds(arguments.pop("seed", None), body.n or 1)
     for prompt in prompts:
-        if isinstance(prompt, str) and inputs.codec is None:
-            raise bad_request("the served model has no tokenizer: send token ids", "prompt")
-        tokens = prompt if isinstance(prompt, list) else inputs.encode(prompt)
+        tokens = prompt if isinstance(prompt, list) else _encoded(served.engine, prompt)
         if not tokens:
             raise bad_request("prompt is empty", "prompt")
         # 16 is what the API documents for this endpoint.
@@ -84,6 +82,13 @@ def _requests(api: Api, served: Served, body: CompletionRequest, prompts: Sequen
         sampling = {**arguments, "max_tokens": limit}
         requests += [api.request(body, tokens, make_sampling({**sampling, "seed": seed})) for seed in seeds]
     return requests
+
+
+def _encoded(engine: Engine, text: str) -> list[int]:
+    if engine.codec is None:
+        raise bad_request("the served model has no tokenizer: send token ids", "prompt")
+    engine.check_text(text)
+    return engine.codec.encode(text, add_special=True)
 
 
 class Text:

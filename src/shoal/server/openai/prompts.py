@@ -9,7 +9,8 @@ from enum import Enum
 from itertools import groupby
 from typing import Any
 
-from shoal.engine.inputs import Codec, InputProcessor
+from shoal.engine.engine import Engine
+from shoal.engine.inputs import Codec
 from shoal.engine.loading import ModelCodec
 from shoal.models.toolform import ToolForm
 from shoal.models.traced import as_content
@@ -37,14 +38,14 @@ class Chat:
     prefill: str = ""  # how the answer begins
 
 
-def prompt_tokens(inputs: InputProcessor, chat: Chat) -> list[int]:
+def prompt_tokens(engine: Engine, chat: Chat) -> list[int]:
     """Tokens of a conversation up to where the answer begins, for the model that is served.
 
     Raises `InvalidRequestError`, and `PromptTooLongError` before a conversation that is far too long is rendered.
     """
-    assert inputs.codec is not None
-    inputs.check_text(*map(_content, chat.messages), *map(_described, chat.tools))
-    return chat_tokens(inputs.codec, chat)
+    assert engine.codec is not None
+    engine.check_text(*map(_content, chat.messages), *map(_described, chat.tools))
+    return chat_tokens(engine.codec, chat)
 
 
 def _described(tool: Tool) -> str:

@@ -41,7 +41,7 @@ async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Resp
         raise bad_request("stream_options needs stream to be true", "stream_options")
     names = {**NAMES, "grammar": "tools" if body.schema_of() is None else "text.format"}
     call = await api.open(http, body, lambda served: [_request(api, served, body, use)], names)
-    output = Output(call, body, use)
+    output = ResponseOutput(call, body, use)
     if body.stream:
         return EventStream(ResponseWriter(call, output), call, api.config)
     try:
@@ -53,21 +53,20 @@ async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Resp
 
 
 def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> Request:
-    inputs = served.engine.inputs
-    codec = inputs.codec
+    codec = served.engine.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "input")
     arguments = body.sampling()
     schema = body.schema_of()
-    held = use.held(inputs, tool_style(codec), schema, "tools.{}.parameters")
+    held = use.held(served.engine, tool_style(codec), schema, "tools.{}.parameters")
     body.note_unchecked(use.unchecked(schema))
-    tokens = prompt_tokens(inputs, Chat(body.messages(), use.shown, effort=body.effort().level))
+    tokens = prompt_tokens(served.engine, Chat(body.messages(), use.shown, effort=body.effort().level))
     limit = output_limit(served, len(tokens), body.max_output_tokens)
     arguments = body.effort().sampling(codec, tokens, {**arguments, **held, "max_tokens": limit})
     return api.request(body, tokens, make_sampling(arguments))
 
 
-class Output:
+class ResponseOutput:
     """The output items as they grow, and the events that tell of it.
 
     At most one item is open; thinking opens a reasoning item, text a message, a call closes it.
@@ -255,7 +254,7 @@ def _thought(text: str) -> dict[str, Any]:
 class ResponseWriter:
     """The stream of a response: typed events with running numbers."""
 
-    def __init__(self, call: Call, output: Output) -> None:
+    def __init__(self, call: Call, output: ResponseOutput) -> None:
         self._call = call
         self._output = output
         self._number = 0

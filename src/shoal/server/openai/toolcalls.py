@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from shoal.server.openai.calljson import CallDelta, CallReader, Verdict
+from shoal.server.openai.calljson import CallDelta, CallReader, CallVerdict
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MARKERS = ("<|python_tag|>", "[TOOL_CALLS]")  # before bare JSON; most models hide them, as control tokens
@@ -83,7 +83,7 @@ class ToolCallParser:
         """The text has ended: give what is left."""
         held, self._held = self._held, ""
         undecided = self._state is _State.OPENED and not self._called
-        undecided = undecided or (self._state is _State.OBJECT and self._reader.verdict is Verdict.OPEN)
+        undecided = undecided or (self._state is _State.OBJECT and self._reader.verdict is CallVerdict.OPEN)
         if self.full:
             return []
         if undecided:
@@ -180,8 +180,8 @@ class ToolCallParser:
         if reader.refused:
             self._refuse(self._held[: self._at])
             return True
-        if reader.verdict is Verdict.CALL:
-            self.calls += known is Verdict.OPEN
+        if reader.verdict is CallVerdict.CALL:
+            self.calls += known is CallVerdict.OPEN
             self._held, self._at = self._held[self._at :], 0
         if not reader.closed:
             return False

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.engine.inputs import InputProcessor
+from shoal.engine.engine import Engine
 from shoal.errors import InvalidRequestError
-from shoal.sampling.grammar import GrammarCompiler, json_options
+from shoal.sampling.grammar import json_options
 from shoal.sampling.schema import check_schema, closed, translated, unchecked_formats
 from shoal.server.errors import bad_request
 from shoal.server.openai.prompts import ToolStyle
@@ -37,19 +37,17 @@ class ToolUse:
         """What finds the calls in the answer."""
         return ToolCallParser([t.function.name for t in self.shown], None if self.parallel else 1)
 
-    def held(
-        self, inputs: InputProcessor, style: ToolStyle, schema: dict[str, Any] | None, place: str
-    ) -> dict[str, Any]:
+    def held(self, engine: Engine, style: ToolStyle, schema: dict[str, Any] | None, place: str) -> dict[str, Any]:
         """As `grammar`, and compiled: ApiError names the tool whose parameters cannot be honoured, by its `place`."""
         try:
             for tool in self.shown if self.constrained(schema) else ():
                 check_schema(tool.function.parameters or {})
             arguments = self.grammar(style, schema)
-            if self.shown and arguments and inputs.grammars is not None:
-                inputs.grammars.compile(SamplingParams(**arguments))
+            if self.shown and arguments:
+                engine.check_grammar(SamplingParams(**arguments))
         except InvalidRequestError:
-            if self.shown and inputs.grammars is not None:
-                self._blame(inputs.grammars, place)
+            if self.shown:
+                self._blame(engine, place)
             raise
         return arguments
 
@@ -65,7 +63,7 @@ class ToolUse:
         schemas += [schema] if schema is not None else []
         return sorted({form for one in schemas for form in unchecked_formats(one)})
 
-    def _blame(self, grammars: GrammarCompiler, place: str) -> None:
+    def _blame(self, engine: Engine, place: str) -> None:
         """Raise an ApiError for the tool of whose parameters alone no grammar can be made, if there is one.
 
         The tools are halved until one is left, which costs about two grammars of them all.
@@ -73,8 +71,8 @@ class ToolUse:
         tools = list(enumerate(self.shown))
         while len(tools) > 1:
             half = tools[: len(tools) // 2]
-            tools = half if _refusal(grammars, half) is not None else tools[len(half) :]
-        error = _refusal(grammars, tools)
+            tools = half if _refusal(engine, half) is not None else tools[len(half) :]
+        error = _refusal(engine, tools)
         if error is not None:
             param = place.format(tools[0][0])
             raise bad_request(str(error).replace("json_schema", param, 1), param) from error
@@ -96,7 +94,7 @@ class ToolUse:
         return {}
 
 
-def _refusal(grammars: GrammarCompiler, tools: Sequence[tuple[int, Tool]]) -> InvalidRequestError | None:
+def _refusal(engine: Engine, tools: Sequence[tuple[int, Tool]]) -> InvalidRequestError | None:
     """Why no grammar can be made of the parameters of some tools together; None when one can."""
     parts = {str(number): tool.function.parameters or {} for number, tool in tools}
     schema: Mapping[str, Any] = next(iter(parts.values()))
@@ -106,7 +104,7 @@ def _refusal(grammars: GrammarCompiler, tools: Sequence[tuple[int, Tool]]) -> In
     try:
         for part in parts.values():
             check_schema(part)
-        grammars.compile(SamplingParams(json_schema=schema))
+        engine.check_grammar(SamplingParams(json_schema=schema))
     except InvalidRequestError as error:
         return error
     return None
