@@ -1,4 +1,4 @@
-"""Which tests need a real model, and which take their time: what `scripts/test fast` leaves out.
+"""Which tests need a real model, and which take their time (what `scripts/test fast` leaves out); none has a deadline.
 
 A folder or file is named here once; a single test has the marker itself (`@pytest.mark.model`, `@pytest.mark.slow`).
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shoal", deadline=None)  # timings decide no test: others may work on this machine
+settings.load_profile("shoal")
 
 ROOT = Path(__file__).parent
 SLOW = (

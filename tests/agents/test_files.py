@@ -105,6 +105,7 @@ def test_the_example_is_sound() -> None:
     assert list(graph.nodes) == ["planner", "writer", "reviewer", "editor"]
 
 
+LAUGHS = "".join(f", &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))
 WRONG: list[tuple[str, int, str]] = [
     ("", 1, "empty"),
     ("shared: x", 1, "has no nodes"),
@@ -130,7 +131,28 @@ WRONG: list[tuple[str, int, str]] = [
     ("nodes:\n  a: {task: x}\n  b: {task: 'use {a}'}", 3, "does not wait for it"),
     ("deadline_s: -3\nnodes:\n  a: {task: x}", 1, "deadline_s of an agent is -3"),
     ("nodes:\n  a: {task: x", 2, "no YAML"),
-    ("nodes:\n  a: {task: !!python/object:os.system x}", 2, "not plain data"),
+    ("nodes:\n  a: {task: !!python/object:os.system x}", 2, "no plain data"),
+    ("shared: 2024-01-31\nnodes:\n  a: {task: x}", 1, "'timestamp' is no plain data: put it in quotes"),
+    ("shared: 2024-13-45\nnodes:\n  a: {task: x}", 1, "put it in quotes"),
+    ("nodes:\n  a:\n    task: x\n    on_failure: {default: [2024-01-31 25:00:00]}", 4, "put it in quotes"),
+    ("nodes:\n  a:\n    task: x\n    schema: {const: 2024-01-31}", 4, "put it in quotes"),
+    ("nodes:\n  a:\n    map: 2024-01-31\n    task: x", 3, "put it in quotes"),
+    ("nodes:\n  2024-01-31: {task: x}", 2, "put it in quotes"),
+    ("nodes:\n  a:\n    task: x\n    on_failure: {default: !!set {a, b}}", 4, "'set' is no plain data: give text"),
+    ("nodes:\n  a:\n    task: x\n    timeout_s: !!int soon", 4, "not plain data: invalid literal"),
+    ("nodes:\n  a:\n    task: x\n    timeout_s: !!bool soon", 4, "not plain data: 'soon'"),
+    (f"nodes:\n  a:\n    task: x\n    timeout_s: {'9' * 5000}", 4, "not plain data: Exceeds"),
+    ("[" * 3000, 1, "nests deeper than 100"),
+    (f"nodes:\n  a:\n    task: x\n    on_failure: {{default: {'[' * 3000}{']' * 3000}}}", 1, "nests deeper than 100"),
+    (f"nodes:\n  a:\n    task: x\n    on_failure: {{default: {'[' * 99}{']' * 99}}}", 4, "nests deeper than 100"),
+    (
+        f"nodes:\n  a:\n    task: x\n    on_failure: {'{fallback: {task: x, on_failure: ' * 60}skip{'}}' * 60}",
+        4,
+        "deeper",
+    ),
+    ("nodes:\n  a:\n    task: x\n    on_failure: {default: &a [*a]}", 4, "nests deeper than 100"),
+    ("nodes: &a\n  a: *a", 1, "nests deeper than 100"),
+    (f"shared: x\nnodes:\n  a: {{task: x, map: [&a0 x{LAUGHS}]}}", 3, "more than 100000 values"),
 ]
 
 

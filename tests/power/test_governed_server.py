@@ -25,6 +25,12 @@ def test_stats_tell_of_the_governor_and_a_refusal_is_a_503_that_says_when() -> N
         assert error_of(refused)["code"] == "power_limit"
         told = live.http.get("/stats").json()["power"]
         assert (told["level"], told["refusing"], told["decisions"][-1]["action"]) == ("critical", True, "refused")
+        page = live.http.get("/metrics").text
+        assert 'shoal_power_level{level="critical"} 1.0' in page
+        assert "shoal_power_refusing 1.0" in page
+        assert f"shoal_power_duty {told['duty']}" in page
+        for reading in told["readings"]:
+            assert f'sensor="{reading["sensor"]}",unit="{reading["unit"]}"}} {float(reading["value"])}' in page
 
         async def work() -> None:
             async with RemoteEngine(f"{live.url}/v1") as engine:
@@ -38,3 +44,4 @@ def test_stats_tell_of_the_governor_and_a_refusal_is_a_503_that_says_when() -> N
 def test_stats_of_an_engine_without_one_have_no_such_part() -> None:
     with Live(Engine(FakeRunner, ByteTokenizer())) as live:
         assert "power" not in live.http.get("/stats").json()
+        assert "shoal_power" not in live.http.get("/metrics").text

@@ -30,6 +30,8 @@ CALLS: list[tuple[str, str, Any, str | None]] = [
     ("POST", "/v1/chat/completions", chat_body(max_tokens=1), "generate"),
     ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}, "generate"),
     ("POST", "/v1/responses", {"input": "x", "max_output_tokens": 1}, "generate"),
+    ("POST", "/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, "generate"),
+    ("POST", "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}, "generate"),
     ("POST", "/tokenize", {"prompt": "x"}, "generate"),
     ("POST", "/models/load", {"model": "toy"}, "manage"),
     ("GET", "/v1/models", None, None),
@@ -49,8 +51,9 @@ def test_a_key_does_what_it_may_and_no_more(live: Live, method: str, path: str, 
     for key, scopes in {**KEYS, "master": frozenset({"generate", "manage", "history"})}.items():
         answer = live.http.request(method, path, json=body, headers=as_(key))
         allowed = scope is None or scope in scopes
-        told = error_of(answer)["code"] if answer.status_code == 403 else None
-        assert (told == "missing_scope") == (not allowed), (key, answer.text)
+        assert (answer.status_code == 403) == (not allowed), (key, answer.text)
+        if answer.status_code == 403 and not path.startswith("/v1/messages"):
+            assert error_of(answer)["code"] == "missing_scope"
     assert live.http.request(method, path, json=body, headers=as_("other")).status_code == 401
     assert live.http.request(method, path, json=body).status_code == 401
 
@@ -66,6 +69,38 @@ def test_a_key_does_not_see_what_anothers_prompts_left(live: Live) -> None:
     assert cached(live, "writer", LONG) > 32
     assert cached(live, "master", LONG) <= 1  # the turn mark that every chat of its own begins with
     assert cached(live, "master", LONG) > 32
+
+
+def test_a_key_does_not_see_what_anothers_messages_left(live: Live) -> None:
+    def found(key: str) -> int:
+        body = {"messages": [{"role": "user", "content": f"messages: {LONG}"}], "max_tokens": 1}
+        answer = live.post("/v1/messages", body, headers={"x-api-key": key})
+        return int(answer.json()["usage"]["cache_read_input_tokens"])
+
+    assert found("writer") < 32
+    assert found("writer") > 32
+    assert found("master") < 32
+    assert found("master") > 32
+
+
+def test_a_key_does_not_see_what_anothers_swarm_left() -> None:
+    both = {"a": frozenset({"generate", "history"}), "b": frozenset({"generate", "history"})}
+
+    def cached(live: Live, key: str) -> int:
+        agent = {"name": "One", "task": "Say one."}
+        order = {"question": LONG, "agents": [agent], "max_tokens": 2, "seed": 1, "synthesis": False}
+        run = live.post("/swarmbench/runs", order, headers=as_(key)).json()["id"]
+        live.http.get(f"/swarmbench/runs/{run}/events", headers=as_(key))
+        told = live.http.get(f"/swarmbench/runs/{run}", headers=as_(key)).json()
+        assert told["state"] == "done"
+        assert "caller" not in told["settings"]
+        return int(told["together"]["summary"]["cached_tokens"])
+
+    for share in (False, True):
+        with Live(toy(), keys=both, share_prefixes=share) as live:
+            assert cached(live, "a") <= 1
+            assert cached(live, "a") > 32
+            assert (cached(live, "b") > 32) is share
 
 
 def test_shared_prefixes_are_told_in_whole_blocks() -> None:

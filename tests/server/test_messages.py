@@ -12,6 +12,7 @@ pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
 import anthropic
 from anthropic import Anthropic
 
+from shoal.server.openai import prompts
 from tests.support.live import Live, toy
 from tests.support.thinking import SWITCHED, thinking_toy
 
@@ -184,6 +185,37 @@ def test_what_is_wrong_is_named_in_anthropics_shape(live: Live, change: dict[str
     assert error["error"]["type"] == "invalid_request_error"
     assert named in error["error"]["message"]
     assert error["request_id"] == answer.headers["request-id"]
+
+
+def test_formats_that_are_not_checked_are_told_in_the_headers(live: Live) -> None:
+    schema = {"type": "object", "properties": {"call": {"type": "string", "format": "phone", "maxLength": 9}}}
+    form = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    tools = {"tools": [{"name": "f", "input_schema": schema, "strict": True}], "tool_choice": {"type": "any"}}
+    for held in (form, tools):
+        for stream in (False, True):
+            body = {"messages": USER, "max_tokens": 100, "stream": stream, **held}
+            answer = live.post("/v1/messages", body)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-shoal-note"] == "format not checked: 'phone'"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("place", ["messages", "system", "tools"])
+def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_rendered(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, place: str
+) -> None:
+    monkeypatch.setattr(prompts, "chat_tokens", lambda *_: pytest.fail("it was rendered"))
+    long = "x" * 2**21
+    filled = {
+        "messages": [{"role": "user", "content": long}],
+        "system": long,
+        "tools": [{**TOOL, "description": long}],
+    }
+    body: dict[str, Any] = {"messages": USER, place: filled[place]}
+    answer = live.post(path, {**body, "max_tokens": 1} if path == "/v1/messages" else body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "tokens" in answer.json()["error"]["message"]
 
 
 def test_the_sdk_raises_its_own_errors() -> None:

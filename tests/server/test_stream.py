@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,36 @@ def test_a_head_that_never_comes_ends_the_connection(before: bytes, sent: bytes)
         begin = time.monotonic()
         assert wire.recv(4096) == b""
         assert time.monotonic() - begin < 3
+
+
+def test_more_connections_than_allowed_are_hung_up_on() -> None:
+    with Live(toy(), max_connections=2) as live:
+        here = ("127.0.0.1", live.port)
+        with socket.create_connection(here, 10) as first, socket.create_connection(here, 10) as second:
+            wait_for(lambda: len(live.server.server_state.connections) == 2)
+            # Some systems tell of the end as a reset.
+            with socket.create_connection(here, 10) as third, suppress(ConnectionResetError):
+                assert third.recv(10) == b""
+            for wire in (first, second):
+                wire.sendall(_PROBE)
+                assert wire.recv(4096).startswith(b"HTTP/1.1 200")
+        wait_for(lambda: not live.server.server_state.connections)
+        assert live.chat().status_code == 200
+
+
+def test_a_run_that_nobody_reads_is_not_streamed_for_ever() -> None:
+    with Live(toy(), write_timeout_s=0.3) as live:
+        order = {"question": "Why? " * 3000, "agents": [{"name": "One", "task": "Say one."}], "max_tokens": 4}
+        run = live.post("/swarmbench/runs", order).json()["id"]
+        path = f"/swarmbench/runs/{run}/events"
+        live.http.get(path, headers={"Connection": "close"})
+        with socket.create_connection(("127.0.0.1", live.port), 10) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            wait_for(lambda: len(live.server.server_state.connections) == 1)
+            head = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+            wire.sendall(head * 4000)  # the same again and again, and not one answer read
+            wait_for(lambda: not live.server.server_state.connections)
+        assert live.http.get(path).status_code == 200
 
 
 def test_a_long_call_outlives_the_limit_on_heads() -> None:

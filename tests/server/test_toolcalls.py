@@ -283,7 +283,7 @@ def test_with_a_schema_the_answer_is_a_call_or_follows_it(style: ToolStyle) -> N
     kinds = set()
     with toy() as engine:
         fields = {**use.grammar(style, schema), "max_tokens": 2000, "temperature": 1.0}
-        requests = [Request(prompt="x", sampling=SamplingParams(seed=seed, **fields)) for seed in range(24)]
+        requests = [Request(prompt="x", sampling=SamplingParams(seed=seed, **fields)) for seed in range(120)]
         for result in engine.run(requests).results:
             parser = use.parser()
             for piece in joined([*parser.push(result.text), *parser.finish()]):

@@ -8,9 +8,11 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -194,6 +196,25 @@ def test_a_full_disk(toys: Store, pip: type[FakePip], monkeypatch: pytest.Monkey
     with pytest.raises(StoreError, match="MB free") as short:
         Store(toys.root, sources={"toy": huge}).pull("toy")
     assert short.value.limit == 1 << 61
+
+
+@pytest.mark.parametrize("full", ["temporary", "store"])
+def test_of_two_disks_the_one_that_is_full_is_named(
+    toys: Store, pip: type[FakePip], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: str
+) -> None:
+    pip.content, pip.output, pip.status = None, "ERROR: [Errno 28] No space left on device\n", 1
+    temporary = tmp_path / "temporary"
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def usage(path: str | Path) -> SimpleNamespace:
+        return SimpleNamespace(free=1 << (40 if (Path(path) == temporary) == (full == "temporary") else 50))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(StoreError, match="is full") as caught:
+        toys.pull("toy")
+    assert (caught.value.value == str(temporary)) == (full == "temporary")
+    assert ("TMPDIR" in str(caught.value)) == (full == "temporary")
+    assert "network" not in str(caught.value)
 
 
 def test_an_unwritable_store(tmp_path: Path) -> None:

@@ -154,6 +154,29 @@ def test_what_earlier_versions_and_killed_writers_left_is_removed(tmp_path: Path
     assert fresh.exists()
 
 
+@pytest.mark.parametrize("after", ["packing", "reading"])
+def test_a_packed_file_that_another_process_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
+    packed = packed_path(local_files("tiny", path), tmp_path)
+    calls = []
+    place, name = (runner, "write_packed") if after == "packing" else (pack, "read_header")
+    real = getattr(place, name)
+
+    def removed(*given: Any) -> Any:
+        made = real(*given)
+        calls.append(packed.exists())
+        if len(calls) == 1:
+            packed.unlink()
+        return made
+
+    monkeypatch.setattr(place, name, removed)
+    open_tiny(path).close()
+    assert packed.exists()
+    assert len(calls) == 2
+
+
 def test_mapped_weights_give_the_same_bits_and_do_not_count(blocks: Path, tiny: NativeRunner) -> None:
     files = local_files("tiny", blocks)
     mapped = NativeRunner.load(files, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=2, mmap=True)

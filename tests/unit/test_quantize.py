@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from shoal.errors import ConfigError, ModelFormatError, StoreError
 from shoal.models import Store
@@ -57,6 +59,29 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(source: Path, tmp_path: Pa
     with pytest.raises(StoreError):
         quantize_gguf(source, tmp_path / "no" / "such" / "place.gguf", "q8_0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.gguf", "tiny.gguf"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("part", ["header", "weights"])
+def test_a_full_disk_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    work = tmp_path / f".out.gguf.{os.getpid()}"
+    work.symlink_to("/dev/full")
+    if part == "weights":
+        for method in ("write_header_to_file", "write_kv_data_to_file", "write_ti_data_to_file", "write_padding"):
+            monkeypatch.setattr(GGUFWriter, method, lambda *_: None)
+        monkeypatch.setattr(GGUFWriter, "write_tensors_to_file", only_weights)
+    with pytest.raises(StoreError, match=r"the disk of .*out\.gguf is full") as caught:
+        quantize_gguf(source, tmp_path / "out.gguf", "q8_0")
+    assert "permissions" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def only_weights(writer: GGUFWriter) -> None:
+    """The weights alone, as the writer writes them, but enough of them to be more than a buffer holds."""
+    with Path(str(writer.path)).open("wb") as out:
+        for info in writer.tensors[0].values():
+            assert info.tensor is not None
+            np.tile(info.tensor.reshape(-1), 64).tofile(out)
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ class Swarm:
     methods belong to one event loop. With `serial` each agent is submitted when the one before has ended, everything
     else being equal. With a `synthesis` one more agent reads what the others wrote, once they have ended; its card is
     not among `cards`. Without `sharing` each agent has a namespace of its own, so that no prefix is found
-    or left. `deadline_s` is that of each agent, from when it is submitted.
+    or left; with it, prefixes are shared inside `namespace`. `deadline_s` is that of each agent, from when it is
+    submitted.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Swarm:
         synthesis: Specialist | None = None,
         sharing: bool = True,
         deadline_s: float | None = None,
+        namespace: Namespace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises `InvalidRequestError` for a question without text."""
@@ -121,7 +123,7 @@ class Swarm:
             raise InvalidRequestError("the question is empty", param="question", value=question, hint="ask something")
         self.cards = [Card(specialist) for specialist in team]
         self.synthesis = Card(synthesis) if synthesis is not None else None
-        self.graph = Graph(RULES, name="swarm")
+        self.graph = Graph(RULES, name="swarm", namespace=namespace)
         self.serial, self.sharing, self.deadline_s = serial, sharing, deadline_s
         self._sampling = sampling
         self._clock = clock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ def quantize_gguf(source: Path, target: Path, kind: str, progress: Progress | No
             writer.write_tensors_to_file()
         work.replace(target)
     except OSError as failure:
+        if failure.errno is None:  # numpy tells only that less was written than it should: the disk is full
+            failure = OSError(errno.ENOSPC, str(failure))
         raise store_error(failure, target) from failure
     finally:
         with contextlib.suppress(OSError):

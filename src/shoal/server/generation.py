@@ -183,13 +183,16 @@ class Api:
         self._outbox = outbox = Outbox.of_running_loop(self._outbox)
         return outbox
 
+    def caller(self, http: HttpRequest) -> str:
+        """Among whose calls prefixes are shared: a name of the API key, the same for all where they may share."""
+        return "" if self.config.share_prefixes else str(http.scope["state"].get("caller", ""))
+
     async def open(self, http: HttpRequest, body: Common, prepare: Prepare, names: Mapping[str, str]) -> Call:
         """Submit the requests of a call. ApiError when they cannot be served."""
         call = Call(self, self.hub.acquire(body.model), http)
         task, agent = body.agent()
         call.record.update(task_id=task, agent_id=agent)
-        if not self.config.share_prefixes:
-            body.of_caller(http.scope["state"].get("caller", ""))
+        body.of_caller(self.caller(http))
         if self.config.log_prompts:
             call.record["body"] = body.model_dump(exclude_none=True)
         try:

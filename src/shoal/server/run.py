@@ -84,13 +84,18 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when the head of a request does not come in time; it would hold a socket for ever."""
+    """A connection that ends when the head of a request does not come in time, or an answer is not read.
 
-    def __init__(self, *, head_timeout_s: float, max_connections: int, **settings: Any) -> None:
+    Either would hold a socket for ever: one that is only closed waits until what was written has been read.
+    """
+
+    def __init__(self, *, head_timeout_s: float, write_timeout_s: float, max_connections: int, **settings: Any) -> None:
         super().__init__(**settings)
         self._max_connections = max_connections
         self._head_timeout_s = head_timeout_s
+        self._write_timeout_s = write_timeout_s
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
@@ -108,7 +113,24 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         self._stop()
+        self._read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More is written than the client has read: who sends waits, and after the write timeout gives up."""
+        super().pause_writing()
+        # Twice that time, so that who sends has noted it in the log.
+        self._unread = self.loop.call_later(2 * self._write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._read()
+        super().resume_writing()
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _watch(self) -> None:
         if self.conn.their_state is not h11.IDLE:
@@ -142,7 +164,12 @@ def make_server(
         access_log=False,
         server_header=False,
         # h11 also where httptools is installed, which is quicker and knows no limit on heads.
-        http=partial(Connection, head_timeout_s=config.body_timeout_s, max_connections=config.max_connections),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            Connection,
+            head_timeout_s=config.body_timeout_s,
+            write_timeout_s=config.write_timeout_s,
+            max_connections=config.max_connections,
+        ),
         ws="none",
         lifespan="off",  # the hub is closed in `shutdown`, in our order
         timeout_graceful_shutdown=int(config.drain_s + _AFTER_DRAIN_S) + 1,

@@ -32,6 +32,10 @@ _GRAPH = ("name", "shared", "deadline_s", "reserve_s", "namespace", "nodes")
 _AGENT = ("task", "role", "schema", "sampling", "priority", "timeout_s", "deadline_s", "on_failure")
 _KINDS = ("map", "reduce", "loop", "branch")
 _NODE = ("after", "continues", *_KINDS)
+_TAGS = {
+    f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map", "merge", "value")
+}
+_MAX_DEPTH, _MAX_VALUES = 100, 100_000  # aliases counted as often as they are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,32 @@ class _File:
             raise GraphFileError(f"no YAML: {error.problem}", file=name, line=line) from error
         except yaml.YAMLError as error:
             raise GraphFileError(f"no YAML: {' '.join(str(error).split())}", file=name, line=1) from error
+        except RecursionError:
+            raise self.wrong(f"it nests deeper than {_MAX_DEPTH} levels", 1) from None
         if self.root is None:
             raise GraphFileError("the file is empty", file=name, line=1, hint="give it nodes")
+        self._check(self.root)
+
+    def _check(self, root: yaml.Node) -> None:
+        """Refuse what is no JSON (a date), and what is too deep or too much; a value that holds itself is too deep."""
+        waiting, count = [(root, 1)], 0
+        while waiting:
+            node, depth = waiting.pop()
+            count += 1
+            if depth > _MAX_DEPTH:
+                raise self.wrong(f"it nests deeper than {_MAX_DEPTH} levels", line_of(node))
+            if count > _MAX_VALUES:
+                raise self.wrong(f"it has more than {_MAX_VALUES} values, with aliases", line_of(node))
+            if node.tag not in _TAGS:
+                kind = node.tag.removeprefix("tag:yaml.org,2002:")
+                hint = (
+                    "put it in quotes" if isinstance(node, yaml.ScalarNode) else "give text, numbers, lists, mappings"
+                )
+                raise self.wrong(f"a value of the kind {kind!r} is no plain data", line_of(node), hint=hint)
+            if isinstance(node, yaml.MappingNode):
+                waiting += [(inner, depth + 1) for pair in node.value for inner in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                waiting += [(inner, depth + 1) for inner in node.value]
 
     def wrong(self, message: str, line: int, value: object = None, hint: str | None = None) -> GraphFileError:
         return GraphFileError(message, file=self.name, line=line, value=value, hint=hint)
@@ -82,6 +110,8 @@ class _File:
             return loader.construct_document(node)
         except yaml.MarkedYAMLError as error:
             raise self.wrong(f"not plain data: {error.problem}", line_of(node)) from error
+        except (ValueError, KeyError) as error:  # a tag that the value does not fit, or a number without an end
+            raise self.wrong(f"not plain data: {error}", line_of(node)) from error
         finally:
             loader.dispose()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -73,23 +73,18 @@ class NativeRunner:
         """
         core = load_core()
         path = packed_path(files, cache_dir)
-        try:
-            packed = pack.read_header(path)
-        except ModelFormatError:
-            packed = _pack_again(files, path)
-        facts = packed.facts
-        facts["kv_bits"] = 8 if kv_precision == "u8" else 16
         isa = os.environ.get("SHOAL_ISA", "auto")
-        try:
-            spec = _spec(core, facts, path, kv_bytes, memory_bytes, max_step_tokens, max_batch, mmap)
+
+        def made(packed: pack.Packed) -> NativeRunner:
+            facts = {**packed.facts, "kv_bits": 8 if kv_precision == "u8" else 16}
+            weight_bytes = 0 if mmap else packed.start + sum(length for length, _ in packed.pieces)
+            spec = _spec(core, facts, weight_bytes, kv_bytes, memory_bytes, max_step_tokens, max_batch)
             settings: dict[str, Any] = {"blocks": spec.num_blocks, "checkpoints": spec.num_checkpoints}
             settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa, "map": mmap}
-            try:
-                made = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
-            except core.DamagedError:
-                packed = _pack_again(files, path)
-                made = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
-            return cls(made, spec)
+            return cls(core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces), spec)
+
+        try:
+            return _of_packed(files, path, made)
         except core.FormatError as error:
             raise ModelFormatError(f"{path}: {error}", value=isa, hint="check SHOAL_ISA, or delete the file") from error
         except (MemoryError, RuntimeError) as error:
@@ -176,7 +171,20 @@ def packed_path(files: ModelFiles, cache_dir: Path) -> Path:
     return cache_dir / f"{files.key}.native-{pack.LAYOUT_VERSION}.pack"
 
 
-def _pack_again(files: ModelFiles, path: Path) -> pack.Packed:
+def _of_packed(files: ModelFiles, path: Path, make: Callable[[pack.Packed], NativeRunner]) -> NativeRunner:
+    """What `make` makes of the packed file, which is packed again when it is missing, damaged or of another version.
+
+    Twice at most: a process with a later layout that packs the same model just then removes the file.
+    """
+    for _ in range(2):
+        try:
+            return make(pack.read_header(path))
+        except (ModelFormatError, load_core().DamagedError):
+            _pack_again(files, path)
+    return make(pack.read_header(path))
+
+
+def _pack_again(files: ModelFiles, path: Path) -> None:
     """Pack, and remove what earlier versions of this package packed of the same model."""
     write_packed(files, path)
     for old in path.parent.glob(f"{files.key}.native-*.pack"):
@@ -184,7 +192,6 @@ def _pack_again(files: ModelFiles, path: Path) -> pack.Packed:
         if version.isdecimal() and int(version) < pack.LAYOUT_VERSION:
             with contextlib.suppress(OSError):
                 old.unlink()
-    return pack.read_header(path)
 
 
 def write_packed(files: ModelFiles, path: Path) -> None:
@@ -229,19 +236,17 @@ def _by_token(top: list[tuple[float, int]]) -> tuple[NDArray[np.int64], NDArray[
 def _spec(
     core: Any,
     facts: dict[str, Any],
-    path: Path,
+    weight_bytes: int,
     kv_bytes: int,
     memory_bytes: int | None,
     max_step_tokens: int,
     max_batch: int,
-    mmap: bool,
 ) -> ModelSpec:
     """Facts of a packed model, and how many blocks of KV fit the budget. `ConfigError` when none does.
 
     A quarter of the budget goes to checkpoints, where a model has recurrent state.
     """
     block_bytes, state_bytes = core.sizes(facts)
-    weight_bytes = 0 if mmap else path.stat().st_size
     step_bytes = max_step_tokens * _row_bytes(facts) + _ROWS * facts["vocab"] * 4 + max_batch * state_bytes
     budget = kv_budget(kv_bytes, memory_bytes, weight_bytes + step_bytes)
     checkpoints = max(1, min(MAX_CHECKPOINTS, budget // 4 // state_bytes)) if state_bytes else 0

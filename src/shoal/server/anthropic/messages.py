@@ -79,6 +79,7 @@ def _request(api: Api, served: Served, body: MessagesRequest, use: ToolUse) -> R
     assert codec is not None
     arguments = body.sampling()
     arguments |= use.held(served.engine, tool_style(codec), body.schema_of(), "tools.{}.input_schema")
+    body.note_unchecked(use.unchecked(body.schema_of()))
     if body.stop_sequences:
         arguments["stop"] = tuple(body.stop_sequences)
     arguments["max_tokens"] = output_limit(served, len(tokens), body.max_tokens)

@@ -109,6 +109,7 @@ def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
             one_by_one=body.one_by_one,
             sharing=body.sharing,
             deadline_s=api.config.request_timeout_s,
+            caller=api.caller(http),
         )
         run = await runs.start(order, body.model)
         return {"id": run.id, "title": run.document["title"], "seed": order.seed}

@@ -20,7 +20,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import ShoalError
 from shoal.server.swarmbench.record import Document, apply, card_numbers, new_phase, phase_summary
 from shoal.server.swarmbench.steps import StepLog, single_stream_rate
-from shoal.types import Result, StepRecord
+from shoal.types import Namespace, Result, StepRecord
 
 _FRAME_S = 1 / 60  # what a screen shows; tokens that come together travel together
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -30,7 +30,8 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class SwarmOrder:
     """What was asked for. `one_by_one`: run the agents once more, one after another, to compare the times.
 
-    `sharing`: whether the agents may share KV of what their prompts begin with. `deadline_s` is that of each agent.
+    `sharing`: whether the agents may share KV of what their prompts begin with, and with the other calls of `caller`.
+    `deadline_s` is that of each agent.
     """
 
     question: str
@@ -42,10 +43,11 @@ class SwarmOrder:
     one_by_one: bool
     sharing: bool
     deadline_s: float | None = None
+    caller: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """What is not the question and the team."""
-        return {name: value for name, value in asdict(self).items() if name not in ("question", "team")}
+        """What is not the question, the team and whose run it is."""
+        return {name: value for name, value in asdict(self).items() if name not in ("question", "team", "caller")}
 
 
 @dataclass(slots=True)
@@ -152,6 +154,7 @@ class SwarmRun:
             synthesis=SYNTHESIS if order.synthesis and together else None,
             sharing=order.sharing,
             deadline_s=order.deadline_s,
+            namespace=Namespace(agent=order.caller),
         )
         log = StepLog(swarm.everyone, len(swarm.cards), self._engine.spec.block_bytes, time.perf_counter())
         return _Phase(name, swarm, log)
