@@ -107,7 +107,7 @@ def test_a_round_of_tools_goes_on(live: Live) -> None:
 
 
 def test_thinking_is_a_block_of_its_own() -> None:
-    from shoal.server.anthropic.messages import Answer
+    from shoal.server.anthropic.messages import MessageAnswer
     from shoal.types import Event
 
     class Told:
@@ -119,7 +119,7 @@ def test_thinking_is_a_block_of_its_own() -> None:
 
     from shoal.server.reasoning import ThoughtSplitter, markers_of
 
-    answer = Answer.__new__(Answer)
+    answer = MessageAnswer.__new__(MessageAnswer)
     answer.blocks, answer._open, answer._written = [], "", None
     splitter = ThoughtSplitter(markers_of(SWITCHED))
     pieces = [*splitter.push(THOUGHT), *splitter.finish()]

@@ -72,6 +72,15 @@ def test_nothing_sees_the_server_or_the_command_line(name: str, path: Path) -> N
         assert below != "server" or part in ("server", "cli"), f"{name} imports {other}"
 
 
+def test_no_class_name_stands_twice() -> None:
+    seen: dict[str, str] = {}
+    for module, path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                assert node.name not in seen, f"{node.name} stands in {seen[node.name]} and in {module}"
+                seen[node.name] = module
+
+
 def test_importing_the_package_imports_no_backend() -> None:
     code = "import sys, shoal; print(*sorted({m.split('.')[0] for m in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """Sizes of a dense decoder; `qk_norm` is Qwen3's norm of every head of Q and K. Embeddings are tied."""
 
     architecture: str
@@ -37,9 +37,9 @@ class Shape:
 
 
 SHAPES = {
-    "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e5),
-    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, qk_norm=True),
-    "qwen3-4b": Shape("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 40960, 1e6, qk_norm=True),
+    "smollm2-135m": ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e5),
+    "qwen3-0.6b": ModelShape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, qk_norm=True),
+    "qwen3-4b": ModelShape("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 40960, 1e6, qk_norm=True),
 }
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q5_k_m", "q6_k", "iq4_xs", "iq4_nl", "mxfp4", "bf16")
 _FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}  # where rows are no multiple of 256
@@ -93,7 +93,7 @@ def write_shape(path: Path, shape: str, format: str, *, seed: int = 1, layers: i
     return path
 
 
-def _tensors(s: Shape, format: str, count: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
+def _tensors(s: ModelShape, format: str, count: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Name, shape and type of every tensor."""
     usual, better = _MIXED.get(format, (format.upper(), "Q6_K" if format != "bf16" else "BF16"))
     if format in ("q8_0", "mxfp4"):
@@ -148,7 +148,7 @@ def _random_rows(pool: NDArray[np.uint8], kind: str, rows: int, columns: int) ->
     return raw.reshape(rows, -1)
 
 
-def _write_metadata(writer: Any, s: Shape, count: int, name: str) -> None:
+def _write_metadata(writer: Any, s: ModelShape, count: int, name: str) -> None:
     writer.add_name(name)
     writer.add_context_length(s.context)
     writer.add_embedding_length(s.embd)

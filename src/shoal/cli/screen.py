@@ -54,7 +54,7 @@ def make_screen(question: str, model: str, work: Swarm, *, quiet: bool) -> Scree
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_dumb_terminal:
             return CardGrid(console, question, model, work)
-    return Silent(model) if quiet else Plain(model, work)
+    return Silent(model) if quiet else PlainScreen(model, work)
 
 
 class Silent:
@@ -78,7 +78,7 @@ class Silent:
         """Nothing."""
 
 
-class Plain(Silent):
+class PlainScreen(Silent):
     """Prints each card whole when it ends, as plain text without control characters."""
 
     def __init__(self, model: str, work: Swarm) -> None:

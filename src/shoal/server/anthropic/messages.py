@@ -42,7 +42,7 @@ async def messages(api: Api, http: HttpRequest, body: MessagesRequest) -> Respon
     """Answer a conversation, whole or as a stream."""
     use = _use(body)
     call = await api.open(http, body, lambda served: [_request(api, served, body, use)], NAMES)
-    answer = Answer(call, body, use)
+    answer = MessageAnswer(call, body, use)
     if body.stream:
         return EventStream(MessageWriter(call, answer), call, api.config)
     try:
@@ -86,7 +86,7 @@ def _request(api: Api, served: Served, body: MessagesRequest, use: ToolUse) -> R
     return api.request(body, tokens, make_sampling(body.effort().sampling(codec, tokens, arguments)))
 
 
-class Answer:
+class MessageAnswer:
     """The content blocks as they grow, and the events that tell of it.
 
     At most one block is open. The input of a tool is told when it is whole, so that it always is an object; what is no
@@ -236,7 +236,7 @@ def _object(arguments: str) -> dict[str, Any]:
 class MessageWriter:
     """The stream of a message: typed events."""
 
-    def __init__(self, call: Call, answer: Answer) -> None:
+    def __init__(self, call: Call, answer: MessageAnswer) -> None:
         self._call = call
         self._answer = answer
 

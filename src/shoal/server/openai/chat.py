@@ -51,7 +51,7 @@ async def chat_completions(api: Api, http: HttpRequest, body: ChatRequest) -> Re
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     call = await api.open(http, body, lambda served: _requests(api, served, body, use), names)
-    answers = [Answer(call, use, index) for index in range(count)]
+    answers = [ChatAnswer(call, use, index) for index in range(count)]
     if body.stream:
         return EventStream(ChatWriter(call, body, answers), call, api.config)
     try:
@@ -86,7 +86,7 @@ def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequ
     return [api.request(body, tokens, make_sampling({**arguments, "seed": seed})) for seed in seeds]
 
 
-class Answer:
+class ChatAnswer:
     """One choice as it grows: text, tool calls, log-probabilities, and why it ended."""
 
     def __init__(self, call: Call, use: ToolUse, index: int) -> None:
@@ -141,7 +141,7 @@ def call_object(call: WrittenCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-async def _run(call: Call, answers: Sequence[Answer]) -> None:
+async def _run(call: Call, answers: Sequence[ChatAnswer]) -> None:
     await call.finish(lambda index, happened: answers[index].take(happened))
 
 
@@ -156,7 +156,7 @@ def _head(call: Call, kind: str) -> dict[str, Any]:
     }
 
 
-def _whole(call: Call, body: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+def _whole(call: Call, body: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
     call.check_complete()
     choices = []
     for answer in answers:
@@ -179,7 +179,7 @@ def _whole(call: Call, body: ChatRequest, answers: Sequence[Answer]) -> dict[str
 class ChatWriter(ChoiceWriter):
     """The stream of a chat."""
 
-    def __init__(self, call: Call, body: ChatRequest, answers: Sequence[Answer]) -> None:
+    def __init__(self, call: Call, body: ChatRequest, answers: Sequence[ChatAnswer]) -> None:
         super().__init__(call, _head(call, "chat.completion.chunk"), body.stream_options, len(answers))
         self._body = body
         self._answers = answers
@@ -210,7 +210,7 @@ class ChatWriter(ChoiceWriter):
         return encode(_choice(index, delta)) if text is None else self._texts[index].fill(text)
 
     @staticmethod
-    def _deltas(answer: Answer, happened: Event) -> list[dict[str, Any]]:
+    def _deltas(answer: ChatAnswer, happened: Event) -> list[dict[str, Any]]:
         number = len(answer.calls) - 1
         deltas: list[dict[str, Any]] = []
         for piece in answer.take(happened):
