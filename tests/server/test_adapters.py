@@ -309,6 +309,9 @@ def test_closing_a_transport_ends_what_other_threads_wait_for() -> None:
             thread.start()
         with client.stream("POST", "/chat/completions", json={**PLAIN, "max_tokens": 3000, "stream": True}) as held:
             next(held.iter_lines())
+            until = time.monotonic() + 10
+            while engine.stats().running < 3 and time.monotonic() < until:
+                time.sleep(0.01)
             transport.close()
         for thread in threads:
             thread.join(10)

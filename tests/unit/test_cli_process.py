@@ -163,7 +163,7 @@ def test_the_real_swarm_gives_eight_different_answers() -> None:
     about = [text for text in texts if any(word in text.lower() for word in ("baker", "shop", "business", "customer"))]
     assert len(about) >= 6
     assert document["prefix_tokens"] > 30
-    assert all(agent["cached_tokens"] >= 32 for agent in document["agents"][1:])
+    assert sorted(agent["cached_tokens"] for agent in document["agents"])[1] >= 32  # all but the one that computed it
 
 
 @pytest.mark.usefixtures("stored")
