@@ -266,7 +266,8 @@ def test_several_rows_are_those_of_the_tokens_one_by_one(bench: Bench) -> None:
     rows = [row.copy() for row in output.logits]
     ends = [(p, len(p) - count + 1 + i) for p, count in zip(prompts, counts, strict=True) for i in range(count)]
     assert len(rows) == len(ends)
-    assert output.argmax[best.seq_id] == (int(rows[-1].argmax()),)
+    if bench.runner.spec.exact:
+        assert output.argmax[best.seq_id] == (int(rows[-1].argmax()),)
     for row, (prompt, end) in zip(rows, ends, strict=True):
         assert bench.same(row, bench.whole(prompt[:end]))
 

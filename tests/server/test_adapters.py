@@ -315,7 +315,7 @@ def test_closing_a_transport_ends_what_other_threads_wait_for() -> None:
             transport.close()
         for thread in threads:
             thread.join(10)
-        assert ends == ["the transport was closed"] * 2
+        assert ends == ["the transport is closed"] * 2
         with pytest.raises(httpx.ReadError, match="is closed"):
             client.post("/chat/completions", json=PLAIN)
         transport.close()

@@ -126,7 +126,7 @@ class SyncEngineTransport:
         try:
             return future.result()
         except CancelledError:
-            raise library.ReadError("the transport was closed") from None
+            raise library.ReadError("the transport is closed") from None
         except BaseException:
             future.cancel()
             raise
