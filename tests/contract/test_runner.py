@@ -266,10 +266,14 @@ def test_several_rows_are_those_of_the_tokens_one_by_one(bench: Bench) -> None:
     rows = [row.copy() for row in output.logits]
     ends = [(p, len(p) - count + 1 + i) for p, count in zip(prompts, counts, strict=True) for i in range(count)]
     assert len(rows) == len(ends)
-    if bench.runner.spec.exact:
+    exact = bench.runner.spec.exact
+    if exact:
         assert output.argmax[best.seq_id] == (int(rows[-1].argmax()),)
     for row, (prompt, end) in zip(rows, ends, strict=True):
-        assert bench.same(row, bench.whole(prompt[:end]))
+        if (
+            exact or end > 1
+        ):  # of a lone token OpenVINO has another kernel, whose logits are further apart than rounding
+            assert bench.same(row, bench.whole(prompt[:end]))
 
 
 def test_the_best_few_are_those_of_the_logits(bench: Bench) -> None:
