@@ -123,10 +123,12 @@ def test_penalties_count_forced_tokens() -> None:
 
 
 def test_a_fork_and_a_preemption_go_on_in_the_grammar() -> None:
-    with toy(runner=FakeRunner(step_s=0.005)) as engine:
+    runner = FakeRunner(step_s=0.1)  # slow until the fork, so that the parent has not ended
+    with toy(runner=runner) as engine:
         handle = engine.submit(request(2, json_schema=PERSON))
         next(iter(handle))
         children = handle.fork(2)
+        runner.step_s = 0.005
         engine.suspend(drop_kv=True)
         engine.resume()
         for one in (handle, *children):

@@ -348,12 +348,14 @@ def test_fan_out_computes_the_shared_part_once() -> None:
 
 def test_forks_share_everything_so_far_and_go_their_own_ways() -> None:
     sampling = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1, stop=("\x00\x00",))
-    with toy_engine(FakeRunner(step_s=0.001)) as engine:
+    runner = FakeRunner(step_s=0.02)  # slow until the fork: fifty tokens are left to the parent
+    with toy_engine(runner) as engine:
         parent = engine.submit(Request(prompt="x" * 104, sampling=sampling))
         events = iter(parent)
         for _ in range(10):
             next(events)
         children = parent.fork(3)
+        runner.step_s = 0.0
         results = [h.result(10) for h in (parent, *children)]
         assert len({r.tokens for r in results}) == 4
         assert len({r.tokens[:10] for r in results}) == 1

@@ -70,15 +70,18 @@ def test_what_is_printed_says_what_it_is() -> None:
 
 def test_the_verbs_of_the_async_engine() -> None:
     async def main() -> None:
-        async with AsyncEngine(toy_engine(FakeRunner(step_s=0.001))) as engine:
+        runner = FakeRunner(step_s=0.001)
+        async with AsyncEngine(toy_engine(runner)) as engine:
             report = await engine.run([Request(prompt=p, sampling=SHORT) for p in "ab"])
             assert [len(result.tokens) for result in report.results] == [6, 6]
             assert len((await engine.fan_out("shared", ["a", "b"], sampling=SHORT)).results) == 2
             prefix = await engine.cache_prefix("shared prefix")
             assert (await engine.complete(Request(prompt="shared prefix!", sampling=SHORT))).cached_tokens == 13
             prefix.release()
+            runner.step_s = 0.1  # slow until the fork, so that the parent has not ended
             async with await engine.submit(Request(prompt="x", sampling=SHORT)) as handle:
                 children = await handle.fork(2)
+                runner.step_s = 0.001
                 await engine.suspend()
                 await engine.resume()
                 results = [await each.result() for each in (handle, *children)]

@@ -35,11 +35,13 @@ SHARED = "the same beginning " * 8
 
 
 def recorded(path: Path) -> None:
-    with toy_engine(FakeRunner(num_blocks=24), max_batch=3, max_step_tokens=64, record=str(path)) as engine:
+    runner = FakeRunner(num_blocks=24, step_s=0.05)  # slow enough that the parent still writes when it is forked
+    with toy_engine(runner, max_batch=3, max_step_tokens=64, record=str(path)) as engine:
         pinned = engine.cache_prefix(SHARED)
         handle = engine.submit(Request(prompt="forked", sampling=SamplingParams(max_tokens=200, temperature=1.0)))
         next(iter(handle))
         handle.fork(1)[0].abort()
+        runner.step_s = 0.0
         sampling = SamplingParams(max_tokens=30, temperature=0.7, stop=("e",))
         engine.run([Request(prompt=f"{SHARED}{i}", sampling=sampling) for i in range(6)])
         engine.set_max_stall(1.0)
