@@ -23,6 +23,7 @@ from shoal.core.commands import (
     Unpin,
 )
 from shoal.core.deadlines import Deadlines
+from shoal.core.keeping import Keeping
 from shoal.core.kv import KVCacheManager
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
@@ -58,6 +59,8 @@ class Scheduler:
         self._by_id: dict[SeqId, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
+        self._keeping = Keeping(self.kv.tree.eviction, self.kv.pool.total)
+        self._now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
         self._rows = 0  # of logits that a step may still give to sequences that are scored
@@ -157,6 +160,9 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason, error: ShoalError | None = None) -> None:
         """The only way out: leave queue or batch, free what was held, and say so once."""
+        if seq.spec.keep_s and self.config.prefix_sharing and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            hashes = self.kv.tree.path_hashes(self.kv.tree_tokens(seq), seq.spec.namespace)
+            self._keeping.keep(hashes, self._now + seq.spec.keep_s)
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:
@@ -238,6 +244,8 @@ class Scheduler:
         return StepPlan(self._step, tuple(planned), tuple(copies), chain if len(planned) == decodes else 1)
 
     def _expire(self, now: float) -> None:
+        self._now = now
+        self._keeping.expire(now)
         for seq in self._deadlines.due(now):
             self._end(seq, FinishReason.TIMEOUT)
 
@@ -401,6 +409,7 @@ class Scheduler:
 
     def _commit(self, command: Commit) -> None:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
+        self._now = command.now
         decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)
