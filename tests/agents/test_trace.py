@@ -31,7 +31,7 @@ from tests.support.cli_fake import opened
 
 FIELDS = [
     "request_id", "task_id", "agent_id", "attempt", "cache_hit", "prefix_tokens", "generated_tokens", "queue_ms",
-    "ttft_ms", "latency_ms", "memory_mb", "outcome", "cause",
+    "ttft_ms", "latency_ms", "kv_mb", "process_mb", "outcome", "cause",
 ]  # fmt: skip
 
 
@@ -74,7 +74,9 @@ def test_every_attempt_has_its_record(tmp_path: Path) -> None:
         assert 0 <= record["queue_ms"] <= record["ttft_ms"] <= record["latency_ms"]
         assert record["joined_at_ms"] >= record["submitted_at_ms"]
         assert record["generated_tokens"] == 8
-        assert record["memory_mb"] == round(8 * (record["prompt_tokens"] + 8) / 1e6, 6)
+        added = record["prompt_tokens"] - record["prefix_tokens"] + 8
+        assert record["kv_mb"] == round(8 * added / 1e6, 6), "what was shared counts with whoever computed it"
+        assert record["process_mb"] > 10
         assert (record["outcome"], record["cause"]) == ("ok", None)
     assert [r["cache_hit"] for r in attempts] == [False, True]
     assert attempts[1]["prefix_tokens"] >= 60

@@ -13,6 +13,7 @@ from starlette.types import Receive
 from shoal.engine.aio import Outbox
 from shoal.engine.handles import Handle
 from shoal.errors import ShoalError
+from shoal.processes import kv_mb
 from shoal.sampling.sampler import derive_seed
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request, from_result, from_shoal
@@ -143,8 +144,14 @@ class Call:
             generated_tokens=self._written,
             prefix_tokens=cached,
             cache_hit=cached > 0,
+            kv_mb=kv_mb(self.served.engine.spec.kv_bytes_per_token, self._added()),
             finish=[*(str(r.finish_reason) for r in results), *["aborted"] * left],
         )
+
+    def _added(self) -> int:
+        """Tokens whose KV this call's generations added: what they found cached is somebody else's."""
+        prompts = sum(len(handle.prompt_tokens) for handle in self._handles)
+        return prompts + self._written - sum(r.cached_tokens for r in self.results.values())
 
     def check_complete(self) -> None:
         """ApiError when the client went away before the end: for the log and the counters, no client reads it."""
@@ -213,6 +220,7 @@ class Api:
             priority=body.priority_class(),
             deadline_s=body.timeout if body.timeout is not None else self.config.request_timeout_s,
             namespace=body.namespace(),
+            group=body.task_id or "",
         )
 
     def check_count(self, count: int, param: str) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from typing import Any
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
+from shoal.processes import process_mb
 
 logger = logging.getLogger("shoal.server")
-_process = psutil.Process(os.getpid())
 
 
 class JsonFormatter(logging.Formatter):
@@ -31,15 +29,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(document, default=str, ensure_ascii=False)
 
 
-def memory_mb() -> float:
-    """What this process holds."""
-    return round(float(_process.memory_info().rss) / 1e6, 1)
-
-
 def log_call(fields: dict[str, Any]) -> None:
     """Note one call that has ended."""
     if logger.isEnabledFor(logging.INFO):
-        logger.info("call", extra={"fields": {**fields, "memory_mb": memory_mb()}})
+        logger.info("call", extra={"fields": {**fields, "process_mb": process_mb()}})
 
 
 def configure(level: int = logging.INFO) -> None:
