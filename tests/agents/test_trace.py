@@ -261,6 +261,16 @@ def test_graph_run_prints_the_output_and_writes_the_trace(shoal: Shoal) -> None:
     assert Path("t.html").read_text().startswith("<!doctype html>")
 
 
+def test_graph_run_with_a_rollout_tells_which_side_it_was_on(shoal: Shoal) -> None:
+    Path("plan.json").write_text('{"share": 1, "candidate": {"model": "other"}}')
+    result = shoal("graph", "run", "g.yaml", "-i", "topic=bread", "--rollout", "plan.json", "--trace", "t.jsonl")
+    assert result.exit_code == 0, result.stderr
+    decided = [r for r in read_trace(Path("t.jsonl")) if r.get("decision") == "rollout"]
+    assert [r["action"] for r in decided] == ["begin", "assign", "end"] or decided[2]["action"] == "compare"
+    assert decided[1]["side"] == "candidate"
+    assert decided[-1]["candidate"]["requests"] == 4
+
+
 def test_graph_run_json_is_one_document(shoal: Shoal) -> None:
     result = shoal("graph", "run", "g.yaml", "-i", "topic=bread", "--json", "--seed", "5")
     document = json.loads(result.stdout)

@@ -38,6 +38,7 @@ def serve(
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds of requests that bring none.")] = None,
     drain: Annotated[float, typer.Option(help="Seconds that requests may go on after a stop.", min=0)] = 20.0,
     cors: Annotated[list[str] | None, typer.Option(help="Allow this browser origin; may be given again.")] = None,
+    rollout: options.Rollout = None,
     governor: options.Governor = False,
     joules: options.Joules = None,
     battery: options.Battery = None,
@@ -52,12 +53,15 @@ def serve(
     """Serve the OpenAI API: chat completions, completions, responses, models, metrics."""
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise BackendError("the server's packages are not installed", hint="pip install 'shoal[server]'")
+    from shoal.agents import Rollout
+    from shoal.engine.aio import AsyncEngine
     from shoal.models import Store
     from shoal.models.store import default_root
     from shoal.power import Governor, PowerPolicy
     from shoal.server import logs
     from shoal.server.config import ServerConfig, read_keys
-    from shoal.server.hub import ModelHub
+    from shoal.server.hub import ModelHub, local_candidate
+    from shoal.server.logs import DecisionLog
     from shoal.server.run import bind, make_server
 
     config = ServerConfig(
@@ -88,6 +92,9 @@ def serve(
     gc.collect()
     gc.freeze()  # what is loaded stays: walking it again and again holds up everybody for tens of milliseconds
     hub = ModelHub(load, model, engine, Store().info)  # clients switch among what is in the store, no further
+    if rollout is not None:
+        candidate = partial(local_candidate, governor=engine.governor)
+        hub.rollout = Rollout(AsyncEngine(engine), rollout, trace=DecisionLog(), load=candidate)
     make_server(hub, config, listening, partial(_tell_address, model, host)).run()
 
 

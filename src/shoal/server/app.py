@@ -111,6 +111,7 @@ def create_app(
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - the framework's face
+        await hub.open()
         yield
         await hub.close()
 
@@ -279,6 +280,8 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
         served = api.hub.served
         told: dict[str, Any] = {"healthy": healthy, **state, "uptime_s": round(time.time() - started, 3)}
         told["process_mb"] = process_mb()
+        if api.hub.rollout is not None:
+            told["rollout"] = api.hub.rollout.describe()
         if served is not None:
             engine = served.engine.stats()
             told["calls"] = served.leases
