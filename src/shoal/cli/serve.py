@@ -39,6 +39,7 @@ def serve(
     drain: Annotated[float, typer.Option(help="Seconds that requests may go on after a stop.", min=0)] = 20.0,
     cors: Annotated[list[str] | None, typer.Option(help="Allow this browser origin; may be given again.")] = None,
     rollout: options.Rollout = None,
+    warmup: Annotated[bool, typer.Option(help="Run passes of representative shapes before taking calls.")] = True,
     governor: options.Governor = False,
     joules: options.Joules = None,
     battery: options.Battery = None,
@@ -81,13 +82,15 @@ def serve(
     settings = {"max_batch": max_batch, "max_queue": max_queue, "runner": runner, "kv_memory": kv_memory}
     power = options.power(governor, joules, battery)
     # One for all models that are switched to: a budget of joules does not begin anew.
-    settings |= {"threads": threads, "governor": Governor(policy=PowerPolicy.of(power)) if power else None}
+    paced = Governor(policy=PowerPolicy.of(power)) if power else None
+    settings |= {"threads": threads, "warmup": warmup, "governor": paced}
 
     def load(name: str) -> Engine:
         return load_engine(name, **settings)
 
     note(f"loading {model}")
     engine = load(model)
+    note("" if engine.warmup_s is None else f"warmed up in {engine.warmup_s:.2f} s")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()  # what is loaded stays: walking it again and again holds up everybody for tens of milliseconds

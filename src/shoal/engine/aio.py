@@ -86,12 +86,13 @@ class AsyncEngine(AsyncFace):
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
+        warmup: bool = False,
         **settings: Unpack[Settings],
     ) -> Self:
         """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
         waiting = cls.__new__(cls)
         waiting._loaded = None
-        waiting._load = partial(Engine.load, model, state=state, governor=governor, **settings)
+        waiting._load = partial(Engine.load, model, state=state, governor=governor, warmup=warmup, **settings)
         waiting._outbox = None
         return waiting
 

@@ -285,6 +285,7 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
         if served is not None:
             engine = served.engine.stats()
             told["calls"] = served.leases
+            told["warmup_s"] = served.engine.warmup_s
             if served.engine.governor is not None:
                 told["power"] = served.engine.governor.describe()
             told["engine"] = {**dataclasses.asdict(engine), "hit_rate": engine.hit_rate}
