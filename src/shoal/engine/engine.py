@@ -63,7 +63,7 @@ class Engine:
         self.failure: BaseException | None = None
         self.warmup_s: float | None = None
         self._mailbox = Mailbox()
-        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
+        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor)
         self._lock = threading.Lock()
         # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
         self._sinks: dict[str, tuple[Sink, int]] = {}
