@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shoal.agents import Agent, Graph, GraphResult, Input, Node, default, fallback, retry, skip
+from shoal.agents.build.node import Source
 from shoal.agents.run import journal
 from shoal.errors import RunnerError
 from shoal.runners.fake import FakeRunner
@@ -97,7 +98,7 @@ class RandomGraph:
 
     def _map(self, number: int) -> None:
         plan = Agent(f"plan{number}", task="Plan.", schema=Outline, on_failure=default(Outline(["x", "y"], True)))
-        over = self._luck.choice([Input("documents"), self.graph.add(plan, after=self._some()).sections])
+        over: Source = self._luck.choice([Input("documents"), self.graph.add(plan, after=self._some()).sections])
         parts = self.graph.map(self._writer(f"m{number}", task="Write {item} ({index})."), over=over)
         if self._luck.random() < 0.5:
             self.graph.reduce(self._writer(f"r{number}"), over=parts, width=2)
