@@ -30,6 +30,7 @@ def run(
     frequency_penalty: Annotated[float, typer.Option(help="The same, for each time they were written.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the run repeatable.")] = None,
+    precision: options.Precision = options.PRECISION,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
 ) -> None:
@@ -51,7 +52,7 @@ def run(
     request = _request(_text(prompt), sampling, raw=raw)
     with Interrupts() as interrupts:
         note(f"loading {model}")
-        with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=1) as engine:
+        with load_engine(model, precision=precision, kv_memory=kv_memory, threads=threads, max_batch=1) as engine:
             interrupts.hold()
             result = _stream(engine, request, interrupts)
     if result.error is not None:

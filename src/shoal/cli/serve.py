@@ -46,6 +46,7 @@ def serve(
         list[str] | None, typer.Option(help="Serve browsers that know the server by this name; may be given again.")
     ] = None,
     runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
+    precision: options.Precision = options.PRECISION,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
 ) -> None:
@@ -75,7 +76,7 @@ def serve(
     listening = bind(host, port)
 
     settings = {"max_batch": max_batch, "max_queue": max_queue, "runner": runner, "kv_memory": kv_memory}
-    settings |= {"threads": threads, "governor": Governor() if governor else None}
+    settings |= {"precision": precision, "threads": threads, "governor": Governor() if governor else None}
 
     def load(name: str) -> Engine:
         return load_engine(name, **settings)

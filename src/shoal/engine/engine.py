@@ -30,6 +30,7 @@ from shoal.runners.plan import ModelSpec
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
 
 if TYPE_CHECKING:
+    from shoal.models.files import Progress
     from shoal.power.governor import Governor
 
 log = logging.getLogger("shoal.engine")
@@ -84,18 +85,20 @@ class Engine:
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
+        progress: Progress | None = None,
         **settings: Unpack[Settings],
     ) -> Self:
         """Load a model by name, path or hub id, fetching it first if need be. Settings as `EngineConfig`.
 
         `state` is a directory that `save` wrote: its pinned prefixes are computed again and its requests go on; they
         are in `restored_prefixes` and `restored_handles`. `governor` slows the engine when the machine is hot.
+        `progress` is called with what takes long ("download", "unpack", "pack"), bytes done and bytes in all.
         Raises `ConfigError`, any `ModelError`, `BackendError`.
         """
         from shoal.engine.loading import open_model
 
         config = EngineConfig.of(**settings)
-        opened = open_model(model, config)
+        opened = open_model(model, config, progress=progress)
         engine = cls(opened.make_runner, opened.codec, config, governor=governor)
         if state is not None:
             from shoal.engine.state import restore
