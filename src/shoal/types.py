@@ -287,7 +287,8 @@ class Receipt:
     with it. `miss` is why no more was cached: `cold` (nothing alike was seen), `diverged` (the tokens differ from
     there on), `evicted` (it was there, memory ran out), `checkpoint` (more is there, but recurrent state was not kept
     at that token), `stale` (an old version of its namespace), `scored` (log-probabilities of the prompt were asked for,
-    which no KV has), `off`, or None when nothing was missing.
+    which no KV has), `off`, or None when nothing was missing. Of the cached tokens, `host_tokens` and `disk_tokens` had
+    left the device and were brought back for this request.
     """
 
     cached_tokens: int = 0
@@ -295,6 +296,8 @@ class Receipt:
     shared_with: int = 0
     preemptions: int = 0
     miss: str | None = None
+    host_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,10 +394,33 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """What the tiers outside the device hold, and what went through them since the engine was loaded.
+
+    `restored_*_blocks` were brought back, for `given_up` requests not all that was there, since it took too long or was
+    gone. `dropped_blocks` were not kept: evicted before their turn, or refused by a disk that was full, slow or gone.
+    `disk_fault` is why the disk is left alone at the moment.
+    """
+
+    host_blocks: int = 0
+    host_bytes: int = 0
+    disk_blocks: int = 0
+    disk_queued_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    restored_host_blocks: int = 0
+    restored_disk_blocks: int = 0
+    dropped_blocks: int = 0
+    given_up: int = 0
+    disk_fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine holds now, and totals since it was loaded. Token counts are of ended requests.
 
-    `peak_bytes` is the most memory the backend had in use at once, None where it does not count.
+    `peak_bytes` is the most memory the backend had in use at once, None where it does not count. `tiers` is None where
+    KV is kept on the device only.
     """
 
     waiting: int
@@ -412,6 +438,7 @@ class EngineStats:
     step_bytes: int
     checkpoint_bytes: int = 0
     peak_bytes: int | None = None
+    tiers: TierStats | None = None
 
     @property
     def hit_rate(self) -> float:

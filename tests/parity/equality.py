@@ -23,7 +23,7 @@ from shoal.core.audit import check_integrity
 from shoal.core.commands import PreemptAll
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import Output, RequestState, StepLoop
-from shoal.runners.base import Runner
+from shoal.runners.base import BlockAccess, Runner
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.sampler import INVALID_TOKEN
 from shoal.types import Event, Priority, Request, SamplingParams
@@ -39,6 +39,7 @@ class Watched:
         self._runner = runner
         self.spec: ModelSpec = replace(runner.spec, max_top=0)
         self.peak_bytes: int | None = None
+        self.access: BlockAccess | None = None
         self.tokens: dict[SeqId, list[int]] = {}
         self.rows: list[tuple[int, ...]] = []  # the tokens before each row seen
         self.known: dict[tuple[int, ...], str] = {}

@@ -10,7 +10,9 @@ from shoal.runners.plan import BlockId
 class TreeNode:
     """One block in the tree. `key` are its tokens, fewer than a block in a tail; a tail has no children."""
 
-    __slots__ = ("block", "checkpoint", "children", "key", "keys", "last_used", "parent", "path_hash", "queued")
+    __slots__ = (
+        "block", "checkpoint", "children", "digest", "key", "keys", "last_used", "parent", "path_hash", "queued",
+    )  # fmt: skip
 
     def __init__(self, key: tuple[int, ...], block: BlockId, parent: TreeNode | None, path_hash: int) -> None:
         self.key = key
@@ -21,6 +23,7 @@ class TreeNode:
         self.keys: list[tuple[int, ...]] = []  # the children's keys, sorted: the best partial match is a neighbour
         self.last_used = 0
         self.checkpoint: int | None = None  # the recurrent state after its last token
+        self.digest: bytes | None = None  # of a full block's path, once `core/tiers.py` has needed it
         self.queued = False  # is in the heap of candidates for eviction
 
 

@@ -15,7 +15,10 @@ from shoal.core.commands import (
     Defer,
     Expect,
     Fail,
+    Forget,
+    Hold,
     PreemptAll,
+    Restore,
     Schedule,
     SetMaxStall,
     Share,
@@ -23,7 +26,7 @@ from shoal.core.commands import (
 )
 from shoal.core.deadlines import Deadlines
 from shoal.core.keeping import Keeping
-from shoal.core.kv import KVCacheManager
+from shoal.core.kv import KVCacheManager, Restored
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
 from shoal.core.pacing import Pacer
@@ -61,6 +64,7 @@ class Scheduler:
         self._now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
+        self._restored = Restored()
         self._rows = 0  # of logits that a step may still give to sequences that are scored
         self._step = 0
         self._admissions = 0
@@ -87,6 +91,12 @@ class Scheduler:
                 self.kv.tree.release(self.pinned.pop(command.seq_id, []))
             case Expect() | CancelExpectation():
                 self._announce(command)
+            case Hold():
+                self._hold(command)
+            case Restore():
+                self._restore(command)
+            case Forget():
+                self.kv.tree.forget(command.blocks)
             case PreemptAll():
                 self._preempt_all(drop_cached=command.drop_cached)
             case Defer():
@@ -122,6 +132,11 @@ class Scheduler:
     def take_released(self) -> list[SeqId]:
         """Sequences that left the batch, ended or preempted, since the last call."""
         taken, self._released = self._released, []
+        return taken
+
+    def take_restored(self) -> Restored:
+        """The blocks and the checkpoint that the last `Restore` found room for; they are to be written at once."""
+        taken, self._restored = self._restored, Restored()
         return taken
 
     def _add(self, command: Add) -> None:
@@ -198,6 +213,20 @@ class Scheduler:
         if seq is not None and seq.status is Status.RUNNING:
             self.kv.index(seq, tail=True)
 
+    def _hold(self, command: Hold) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is not None and seq.status is Status.WAITING:
+            seq.held = command.held
+
+    def _restore(self, command: Restore) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is None or seq.status is not Status.WAITING:
+            return
+        spare = len(self.running)  # each running one may need one more block soon
+        self._restored = self.kv.restore(seq, command.first, command.count, spare=spare, state=command.state)
+        tokens = len(self._restored.blocks) * self.kv.block_size
+        seq.restored[command.tier] = seq.restored.get(command.tier, 0) + tokens
+
     def _preempt_all(self, *, drop_cached: bool) -> None:
         for seq in list(self.running):
             self._preempt(seq)
@@ -248,7 +277,7 @@ class Scheduler:
     def _make_room(self, now: float) -> None:
         """Preempt a lower class for a waiting higher one, when the batch or the blocks are full."""
         while self.running:
-            first = next((s for s in self.queue.candidates(now) if not s.waiting_for_leader), None)
+            first = next((s for s in self.queue.candidates(now) if not (s.held or s.waiting_for_leader)), None)
             victim = max(self.running, key=_urgency)
             if first is None or first.rank >= victim.aged_rank:
                 return
@@ -337,6 +366,8 @@ class Scheduler:
 
     def _ready(self, seq: Sequence) -> bool:
         """True when nobody is about to compute blocks it shares. One that is scored shares none and needs rows."""
+        if seq.held:
+            return False
         if seq.scoring:
             return self._rows > 0
         return not seq.waiting_for_leader and not self._leaders.follow(seq)

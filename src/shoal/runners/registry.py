@@ -27,7 +27,7 @@ RUNNERS = {
 }
 """Name to module, the preferred first. A module is imported when it is asked, its library when it loads a model."""
 
-SETTINGS = ("threads", "pin_threads", "precision", "kv_precision")
+SETTINGS = ("threads", "pin_threads", "precision", "kv_precision", "kv_host", "kv_cache")
 """Settings of `EngineConfig` that only some runners honour; a runner that was chosen and does not, refuses them."""
 
 
@@ -189,7 +189,7 @@ def _check_asked(name: str, config: EngineConfig, model: LocalModel | None) -> N
 def _not_honoured(name: str, config: EngineConfig) -> str | None:
     """A setting or option that was given and that this runner does not read, or None."""
     asked = backend(name)
-    given = [setting for setting in SETTINGS if getattr(config, setting) != getattr(_DEFAULTS, setting)]
+    given = [setting for setting in SETTINGS if getattr(config, setting) not in (getattr(_DEFAULTS, setting), "auto")]
     left = [setting for setting in given if setting not in asked.HONOURS]
     return next(iter([*left, *(option for option in config.runner_options if option not in asked.OPTIONS)]), None)
 

@@ -13,7 +13,7 @@ from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "OpenVINO's kernels for CPUs"
 INSTALL = "pip install openvino"
-HONOURS = ("threads", "pin_threads", "precision")
+HONOURS = ("threads", "pin_threads", "precision", "kv_host", "kv_cache")
 OPTIONS = ()
 
 
