@@ -53,6 +53,7 @@ class Settings(TypedDict, total=False):
     runner_options: Mapping[str, int | float | str | bool]
     seed: int | None
     record: str | None
+    power: bool | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,8 @@ class EngineConfig:
     (8 bits, half the memory; the native runner only). seed: where requests without one get theirs from (None: from
     the system). runner: which backend ("auto": the first that takes the model and honours what is set here).
     runner_options: settings that only one runner reads, by name (its module in `runners/` says which). record: a file
-    to log arrivals, plans and samples to, for `shoal replay`.
+    to log arrivals, plans and samples to, for `shoal replay`. power: slow down, defer and refuse by this machine's heat
+    and battery: true for the usual `shoal.power.PowerPolicy`, or fields of one, such as `{"joules": 600}`.
     """
 
     max_batch: int = 8
@@ -100,6 +102,7 @@ class EngineConfig:
     runner_options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     seed: int | None = None
     record: str | None = None
+    power: bool | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -130,6 +133,8 @@ class EngineConfig:
             raise _out_of_range("kv_precision", self.kv_precision, "auto, bf16 or u8")
         if not isinstance(self.runner_options, Mapping) or not all(isinstance(k, str) for k in self.runner_options):
             raise _out_of_range("runner_options", self.runner_options, "names of options with their values")
+        if not isinstance(self.power, bool | Mapping):
+            raise _out_of_range("power", self.power, "true, false, or fields of a power policy")
         for name in ("prefix_sharing", "pin_threads"):
             if not isinstance(getattr(self, name), bool):
                 raise _out_of_range(name, getattr(self, name), "true or false")

@@ -97,7 +97,7 @@ def compare(
 
 @app.command()
 def part(
-    names: Annotated[list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph.")],
+    names: Annotated[list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph, pace.")],
     runs: Annotated[int, typer.Option(help="Rounds of each.", min=1)] = 5,
     model: options.Model = options.DEFAULT_MODEL,
     runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",

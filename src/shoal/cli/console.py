@@ -58,7 +58,7 @@ def print_json(document: Any) -> None:
 
 def note(text: str) -> None:
     """A word to the person at the terminal, on standard error; nothing where that is no terminal."""
-    if sys.stderr.isatty():
+    if text and sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 
 
@@ -112,6 +112,11 @@ def load_engine(model: str, **settings: Any) -> Engine:
 
     ensure_model(model)
     return Engine.load(model, **{name: value for name, value in settings.items() if value is not None})
+
+
+def pace(engine: Engine) -> str:
+    """What the governor of an engine does at the moment; empty where there is none, or it does nothing."""
+    return "" if engine.governor is None else printable(engine.governor.summary)
 
 
 def ensure_model(model: str) -> None:

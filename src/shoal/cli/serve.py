@@ -38,9 +38,9 @@ def serve(
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds of requests that bring none.")] = None,
     drain: Annotated[float, typer.Option(help="Seconds that requests may go on after a stop.", min=0)] = 20.0,
     cors: Annotated[list[str] | None, typer.Option(help="Allow this browser origin; may be given again.")] = None,
-    governor: Annotated[
-        bool, typer.Option("--governor", help="Slow down, defer and refuse by this machine's heat and battery.")
-    ] = False,
+    governor: options.Governor = False,
+    joules: options.Joules = None,
+    battery: options.Battery = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Put request bodies into the log.")] = False,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Serve browsers that know the server by this name; may be given again.")
@@ -54,7 +54,7 @@ def serve(
         raise BackendError("the server's packages are not installed", hint="pip install 'shoal[server]'")
     from shoal.models import Store
     from shoal.models.store import default_root
-    from shoal.power import Governor
+    from shoal.power import Governor, PowerPolicy
     from shoal.server import logs
     from shoal.server.config import ServerConfig, read_keys
     from shoal.server.hub import ModelHub
@@ -75,7 +75,9 @@ def serve(
     listening = bind(host, port)
 
     settings = {"max_batch": max_batch, "max_queue": max_queue, "runner": runner, "kv_memory": kv_memory}
-    settings |= {"threads": threads, "governor": Governor() if governor else None}
+    power = options.power(governor, joules, battery)
+    # One for all models that are switched to: a budget of joules does not begin anew.
+    settings |= {"threads": threads, "governor": Governor(policy=PowerPolicy.of(power)) if power else None}
 
     def load(name: str) -> Engine:
         return load_engine(name, **settings)

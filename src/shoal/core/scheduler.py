@@ -20,6 +20,7 @@ from shoal.core.commands import (
     PreemptAll,
     Restore,
     Schedule,
+    SetMaxRunning,
     SetMaxStall,
     Share,
     Unpin,
@@ -51,6 +52,7 @@ class Scheduler:
         """`log` is told of every command before it is carried out."""
         self.spec = spec
         self.config = config
+        self.max_running = config.max_batch  # fewer while a governor holds the batch narrow
         self.kv = KVCacheManager(spec, config)
         self.queue = WaitingQueue(config.ageing_s)
         self.pacer = Pacer(config.max_stall_ms)
@@ -101,6 +103,8 @@ class Scheduler:
                 self._preempt_all(drop_cached=command.drop_cached)
             case Defer():
                 self.queue.deferring = command.deferring
+            case SetMaxRunning():
+                self.max_running = command.count
             case SetMaxStall():
                 self.pacer.max_stall_ms = command.ms
         return None
@@ -282,7 +286,7 @@ class Scheduler:
             if first is None or first.rank >= victim.aged_rank:
                 return
             needed = self.kv.blocks_for(len(first.tokens) + 1)
-            if len(self.running) < self.config.max_batch and needed <= self.kv.available:
+            if len(self.running) < self.max_running and needed <= self.kv.available:
                 return
             self._preempt(victim)
 
@@ -355,7 +359,7 @@ class Scheduler:
 
     def _next_to_join(self, now: float) -> Sequence | None:
         """The first in line that need not wait for a leader's blocks, if a row is free; looks at a bounded number."""
-        if len(self.running) >= self.config.max_batch or not len(self.queue):
+        if len(self.running) >= self.max_running or not len(self.queue):
             return None
         for looked, seq in enumerate(self.queue.candidates(now)):
             if looked >= 8 * self.config.max_batch:

@@ -53,10 +53,13 @@ class Engine:
         *,
         governor: Governor | None = None,
     ) -> None:
-        """`make_runner` is called on the engine's thread; what it raises is raised here. `governor` sets its pace."""
+        """`make_runner` is called on the engine's thread; what it raises is raised here.
+
+        `governor` sets its pace, before the setting `power` does.
+        """
         self.config = config or EngineConfig()
         self.codec = codec
-        self.governor = governor
+        self.governor = governor if governor is not None else _governor(self.config)
         self.failure: BaseException | None = None
         self._mailbox = Mailbox()
         self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
@@ -89,7 +92,8 @@ class Engine:
         """Load a model by name, path or hub id, fetching it first if need be. Settings as `EngineConfig`.
 
         `state` is a directory that `save` wrote: its pinned prefixes are computed again and its requests go on; they
-        are in `restored_prefixes` and `restored_handles`. `governor` slows the engine when the machine is hot.
+        are in `restored_prefixes` and `restored_handles`. `governor` is one that several engines share, or that has
+        sensors of its own; the setting `power` makes one for this engine alone.
         Raises `ConfigError`, any `ModelError`, `BackendError`.
         """
         from shoal.engine.loading import open_model
@@ -477,6 +481,15 @@ class Engine:
         """The pass that runs may never return: end everything without it. Called on the watchdog's thread."""
         self.failure = error
         self._end_all(error, FinishReason.ERROR)
+
+
+def _governor(config: EngineConfig) -> Governor | None:
+    """The governor that the settings ask for, over the sensors of this machine."""
+    if config.power is False:
+        return None
+    from shoal.power import Governor, PowerPolicy  # here: most engines have none
+
+    return Governor(policy=PowerPolicy.of(config.power))
 
 
 def _cannot_fork(what: str, name: str) -> InvalidRequestError:

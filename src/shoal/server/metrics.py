@@ -98,6 +98,10 @@ def _power(governor: Governor | None) -> Iterator[Metric]:
     levels = GaugeMetricFamily("shoal_power_level", "1 for the level the machine is at.", labels=["level"])
     levels.add_metric([state["level"]], 1.0)
     yield levels
+    cause = GaugeMetricFamily("shoal_power_cause", "1 for the sensor behind a level above nominal.", labels=["sensor"])
+    if state["sensor"]:
+        cause.add_metric([state["sensor"]], 1.0)
+    yield cause
     yield GaugeMetricFamily("shoal_power_duty", "Share of the time that the engine works.", value=state["duty"])
     for name in ("deferring", "refusing"):
         yield GaugeMetricFamily(f"shoal_power_{name}", f"1 while the governor is {name}.", value=float(state[name]))
