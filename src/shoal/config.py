@@ -63,9 +63,9 @@ class EngineConfig:
     max_batch: sequences that decode together. kv_memory: bytes of KV, cached prefixes included. memory: bytes of
     weights, KV and the transient of a step together; KV shrinks to fit (None: only kv_memory counts).
     prefix_memory: bytes of KV kept for prefixes that nobody uses at the moment (None: whatever is free).
-    kv_host: bytes of KV kept in host memory beside that. kv_cache: bytes of KV kept on disk, below SHOAL_HOME, for later
-    processes too; "auto" is a modest share of the disk where the runner can, and nothing where it cannot. Both are off
-    where None.
+    kv_host: bytes of KV kept in host memory beside that. kv_cache: bytes of KV kept on disk, below SHOAL_HOME, for
+    later processes too; "auto" is a modest share of the disk where the runner can, and nothing where it cannot. Both
+    are off where None.
     max_step_tokens: the most tokens of one forward pass. max_stall_ms: the longest a running stream may wait for
     its next token because another prompt is being computed. decode_chunk: greedy tokens chained on the device
     where the runner can (1: strict streaming). max_queue: requests that may wait; max_queue_tokens: tokens of prompts

@@ -110,7 +110,7 @@ class CancelExpectation:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A waiting sequence is to join only when what it wants back from further tiers is here, or no longer waited for."""
+    """A waiting sequence is not to join while what it wants back from further tiers is on its way; or it is again."""
 
     seq_id: SeqId
     held: bool
@@ -120,8 +120,8 @@ class Hold:
 class Restore:
     """KV of a waiting sequence is back from a tier: blocks `first` .. `first + count - 1` of its tokens.
 
-    The blocks that it gets are in `Scheduler.take_restored`, and are to be written before anything else is scheduled. With
-    `state`, the recurrent state after the last of them is back too (after block `first` - 1 where `count` is 0).
+    The blocks that it gets are in `Scheduler.take_restored`, and are to be written before anything else is scheduled.
+    With `state`, the recurrent state after the last of them is back too (after block `first` - 1 where `count` is 0).
     """
 
     seq_id: SeqId

@@ -41,8 +41,8 @@ class Sequence:
     __slots__ = (
         "_table", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "computed", "computed_tokens",
         "copy_source", "deadline", "hashes", "held", "indexed", "load", "marks", "miss", "preemptions", "prompt_len",
-        "rank", "restored", "saving", "scored", "seq_id", "shared_blocks", "shared_with", "spec", "status", "tokens", "urgency",
-        "waits_for", "waits_until", "want", "writes",
+        "rank", "restored", "saving", "scored", "seq_id", "shared_blocks", "shared_with", "spec", "status", "tokens",
+        "urgency", "waits_for", "waits_until", "want", "writes",
     )  # fmt: skip
 
     def __init__(

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from shoal.config import EngineConfig, Settings
-from shoal.core.commands import PreemptAll, SetMaxStall
+from shoal.core.commands import SetMaxStall
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
@@ -335,7 +336,7 @@ class Engine:
         def halt() -> None:
             self._suspended = True
             if drop_kv:
-                self._loop.scheduler.apply(PreemptAll(drop_cached=True))
+                self._loop.drop_kv()
 
         self.call(halt)
 
@@ -361,7 +362,7 @@ class Engine:
         with self._lock:
             first, self._closing = not self._closing, True
         if first:
-            self._mailbox.post(lambda: None)  # wakes the thread
+            self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         self._watchdog.stop(timeout_s)
@@ -441,6 +442,7 @@ class Engine:
             try:
                 inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
                 self._loop = StepLoop(runner, inputs, self.config, self.governor)
+                self._loop.wake = self._wake
                 started.set_result(self._loop)
                 with contextlib.closing(self._loop):
                     self._serve(self._loop)
@@ -461,21 +463,30 @@ class Engine:
             idle = loop.idle or self._suspended
             if idle:
                 loop.start_step()
-            self._mailbox.run_pending(wait=idle)
-            if self._suspended or self._closing:
+            copying = idle and loop.copy_out()
+            self._mailbox.run_pending(wait=idle and not copying)
+            if self._suspended or self._closing or (copying and loop.idle):
                 continue
             self._watchdog.began = time.monotonic()
             loop.step()
             self._watchdog.began = None
             if loop.rest_s:
                 loop.start_step()
-                self._mailbox.run_pending_for(loop.rest_s, until=lambda: self._closing)
+                self._mailbox.run_pending_for(loop.rest_s, until=partial(self._rested, loop.kv_on_its_way))
             if self.failure is not None:  # the watchdog has ended everything meanwhile
                 return
             if loop.failures >= _MAX_FAILURES:
                 raise RunnerError(f"{loop.failures} forward passes failed in a row", limit=_MAX_FAILURES)
         self._mailbox.run_pending()
         loop.abort_all()
+
+    def _rested(self, waited_for_kv: bool) -> bool:
+        """Whether a rest is to end early: the engine closes, or KV that was waited for has come."""
+        return self._closing or (waited_for_kv and not self._loop.kv_on_its_way)
+
+    def _wake(self) -> None:
+        """There may be something to do again: the engine's thread looks."""
+        self._mailbox.post(_nothing)
 
     def _hung(self, error: RunnerError) -> None:
         """The pass that runs may never return: end everything without it. Called on the watchdog's thread."""
@@ -490,6 +501,10 @@ def _governor(config: EngineConfig) -> Governor | None:
     from shoal.power import Governor, PowerPolicy  # here: most engines have none
 
     return Governor(policy=PowerPolicy.of(config.power))
+
+
+def _nothing() -> None:
+    """A command that only wakes the engine's thread."""
 
 
 def _cannot_fork(what: str, name: str) -> InvalidRequestError:

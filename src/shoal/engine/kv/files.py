@@ -78,7 +78,7 @@ class KVFiles:
         """Store a block. Raises OSError, with nothing left behind, when the disk refuses or is all but full."""
         if shutil.disk_usage(self.path).free < _SPARE + data.nbytes:
             raise OSError(errno.ENOSPC, f"less than {_SPARE >> 20} MiB of the disk would be left")
-        payload = memoryview(data)
+        payload = data.data
         self._put(digest.hex(), [_header(digest, payload), payload])
 
     def read(self, digest: Digest) -> NDArray[np.uint8] | None:
@@ -89,10 +89,10 @@ class KVFiles:
                 size = os.fstat(file.fileno()).st_size - _HEADER.size
                 header = file.read(_HEADER.size)
                 data = np.empty(max(size, 0), np.uint8)
-                whole = _fill(file, memoryview(data))
+                whole = _fill(file, data.data)
         except FileNotFoundError:
             return None
-        if whole and header == _header(digest, memoryview(data)):
+        if whole and header == _header(digest, data.data):
             return data
         with contextlib.suppress(OSError):
             path.unlink()

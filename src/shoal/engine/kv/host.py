@@ -34,7 +34,7 @@ class HostTier:
         return data
 
     def put(self, digest: Digest, data: NDArray[np.uint8]) -> None:
-        """Keep `data`, which nobody changes any more, and let others go for it. Nothing happens when it is too large."""
+        """Keep `data`, which nobody changes any more, and let others go for it. One that is too large is not kept."""
         if digest in self._kept or data.nbytes > self.limit:
             return
         self._kept[digest] = data

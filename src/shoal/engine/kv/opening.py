@@ -68,7 +68,7 @@ def _open_disk(
 
 def _refused(config: EngineConfig, spec: ModelSpec) -> ConfigError:
     name = "kv_host" if config.kv_host is not None else "kv_cache"
-    why = "prefix_sharing is off" if not config.prefix_sharing else f"the {spec.runner} runner's blocks stay where they are"
+    why = f"the {spec.runner} runner's blocks cannot be read" if config.prefix_sharing else "prefix_sharing is off"
     return ConfigError(
         f"{name} is {getattr(config, name)!r}, and {why}", value=getattr(config, name), hint=f"leave {name} out"
     )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shoal.core.commands import Forget, Hold, Restore
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
-from shoal.core.tiers import Digest, Paths, Tier, TierPlanner, Wanted
+from shoal.core.tiers import Digest, Outgoing, Paths, Tier, TierPlanner, Wanted
 from shoal.engine.kv.disk import DiskTier, Reading
 from shoal.engine.kv.host import HostTier
 from shoal.errors import RunnerError
@@ -255,12 +255,18 @@ class Tiering:
             if outgoing is None:
                 break
             copied += 1
-            if not self._stored(outgoing.digest):
-                self._put(outgoing.digest, self._access.read_block(outgoing.block))
-            if outgoing.checkpoint is not None:
-                state = self._planner.paths.state(outgoing.digest)
-                self._put(state, self._access.read_checkpoint(outgoing.checkpoint))
+            try:
+                self._copy(outgoing)
+            except RunnerError:
+                log.exception("a block of KV could not be read, and is not kept")
         return copied > 0
+
+    def _copy(self, outgoing: Outgoing) -> None:
+        if not self._stored(outgoing.digest):
+            self._put(outgoing.digest, self._access.read_block(outgoing.block))
+        if outgoing.checkpoint is not None:
+            state = self._planner.paths.state(outgoing.digest)
+            self._put(state, self._access.read_checkpoint(outgoing.checkpoint))
 
     def _stored(self, digest: Digest) -> bool:
         """Whether nothing is left to be done for a block: the last tier has it."""
