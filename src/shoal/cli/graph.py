@@ -38,6 +38,7 @@ def run(
     remote: Annotated[
         str | None, typer.Option(metavar="URL", help="Run on this OpenAI-compatible server instead.")
     ] = None,
+    rollout: options.Rollout = None,
     trace: Annotated[Path | None, typer.Option(help="Write the trace there; `shoal trace` draws it.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds for the whole run.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the run repeatable.")] = None,
@@ -55,6 +56,8 @@ def run(
     graph = load_graph(file)
     given = _inputs(inputs)
     settings = {"deadline_s": deadline, "seed": seed, **given}
+    if remote is not None and rollout is not None:
+        raise GraphError("--rollout needs an engine here, --remote has none", value=rollout, hint="give one of the two")
     with Interrupts() as interrupts:
         if remote is not None:
             result = asyncio.run(_run_remote(graph, remote, trace, settings, interrupts))
@@ -62,7 +65,7 @@ def run(
             power = options.power(governor, joules, battery)
             with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=max_batch, power=power) as engine:
                 interrupts.hold()
-                result = asyncio.run(_run_here(graph, engine, trace, settings, interrupts))
+                result = asyncio.run(_run_here(graph, engine, rollout, trace, settings, interrupts))
                 note(pace(engine))
     if as_json:
         print_json(_document(result))
@@ -86,15 +89,23 @@ async def _run_remote(
 
 
 async def _run_here(
-    graph: Graph, engine: Engine, trace: Path | None, settings: dict[str, Any], interrupts: Interrupts
+    graph: Graph,
+    engine: Engine,
+    plan: str | None,
+    trace: Path | None,
+    settings: dict[str, Any],
+    interrupts: Interrupts,
 ) -> GraphResult:
-    from shoal.agents import Trace
+    from shoal.agents import Rollout, Trace
     from shoal.engine.aio import AsyncEngine
 
     with Trace(trace) as records:
         if engine.governor is not None:
             engine.governor.listen(lambda decision: records.write(decision.record()))
-        return await _run(graph, AsyncEngine(engine), records, settings, interrupts)
+        if plan is None:
+            return await _run(graph, AsyncEngine(engine), records, settings, interrupts)
+        async with Rollout(AsyncEngine(engine), plan, trace=records) as both:
+            return await _run(graph, both, records, settings, interrupts)
 
 
 async def _run(

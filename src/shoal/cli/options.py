@@ -28,6 +28,10 @@ Battery = Annotated[
     float | None,
     typer.Option(help="Slow down at this percent left, unplugged; at half of it defer.", min=0, max=100),
 ]
+Rollout = Annotated[
+    str | None,
+    typer.Option(metavar="PLAN", help="Send a share of the tasks to a second configuration; a file or URL of a plan."),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads of the model; all cores if not given.")]
 
 

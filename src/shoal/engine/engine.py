@@ -62,8 +62,9 @@ class Engine:
         self.codec = codec
         self.governor = governor if governor is not None else _governor(self.config)
         self.failure: BaseException | None = None
+        self.warmup_s: float | None = None
         self._mailbox = Mailbox()
-        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
+        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor)
         self._lock = threading.Lock()
         # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
         self._sinks: dict[str, tuple[Sink, int]] = {}
@@ -88,6 +89,7 @@ class Engine:
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
+        warmup: bool = False,
         **settings: Unpack[Settings],
     ) -> Self:
         """Load a model by name, path or hub id, fetching it first if need be. Settings as `EngineConfig`.
@@ -95,6 +97,7 @@ class Engine:
         `state` is a directory that `save` wrote: its pinned prefixes are computed again and its requests go on; they
         are in `restored_prefixes` and `restored_handles`. `governor` is one that several engines share, or that has
         sensors of its own; the setting `power` makes one for this engine alone.
+        `warmup` runs passes of representative shapes before it returns; `warmup_s` says how long they took.
         Raises `ConfigError`, any `ModelError`, `BackendError`.
         """
         from shoal.engine.loading import open_model
@@ -102,14 +105,19 @@ class Engine:
         config = EngineConfig.of(**settings)
         opened = open_model(model, config)
         engine = cls(opened.make_runner, opened.codec, config, governor=governor)
-        if state is not None:
-            from shoal.engine.state import restore
+        try:
+            if warmup:
+                from shoal.engine.warmup import warm_up
 
-            try:
+                engine.warmup_s = warm_up(engine)
+                log.info("warmed up in %.2f s", engine.warmup_s)
+            if state is not None:
+                from shoal.engine.state import restore
+
                 restore(engine, Path(state))
-            except BaseException:
-                engine.close()
-                raise
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     # -- asking for text ----------------------------------------------------------------------------------------

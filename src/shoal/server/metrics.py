@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shoal.server.logs import memory_mb
+from shoal.processes import process_mb
 from shoal.types import FinishReason, Result
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _EngineGauges(Collector):
         """Gauges of now, counters since the model was loaded."""
         healthy, _ = self._hub.health()
         yield GaugeMetricFamily("shoal_up", "1 when requests can be served.", value=float(healthy))
-        yield GaugeMetricFamily("shoal_process_memory_bytes", "Resident memory.", value=memory_mb() * 1e6)
+        yield GaugeMetricFamily("shoal_process_memory_bytes", "Resident memory.", value=process_mb() * 1e6)
         served = self._hub.served
         if served is None:
             return

@@ -19,6 +19,7 @@ from shoal.agents.run.events import EventKind, GraphEvent, Outcome, State
 from shoal.agents.run.prompts import MissingInputError, PendingInputError, layout_of
 from shoal.agents.trace.trace import Attempt
 from shoal.errors import GraphError, PowerLimitError, QueueFullError, RunnerError, ShoalError
+from shoal.processes import kv_mb, process_mb
 from shoal.sampling.sampler import derive_seed
 from shoal.types import FinishReason, Message, Priority, Request, Result, SamplingParams
 
@@ -129,7 +130,7 @@ async def _attempt(run: Run, node: Node, agent: Agent, messages: list[Message], 
         deadline_s=None if patience == math.inf else patience,
         timeout_s=agent.timeout_s if run.local else None,
         group=run.task_id,
-        namespace=run.graph.namespace,
+        namespace=agent.namespace(run.graph.namespace, run.task_id),
         critical_path=run.critical_path(node),
     )
     key = key_of(request)
@@ -256,7 +257,8 @@ class _Log:
             queue_ms=_ms(queue_ms),
             ttft_ms=_ms(ttft_ms),
             latency_ms=round(now - self._began, 3),
-            memory_mb=round(kv * (prompt + generated) / 1e6, 6) if kv and self._same is None else None,
+            kv_mb=kv_mb(kv, prompt + generated - cached) if kv and self._same is None else None,
+            process_mb=process_mb() if run.local else None,
             outcome=outcome,
             cause=cause,
             agent=self._agent.name,
