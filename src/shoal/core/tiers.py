@@ -110,6 +110,10 @@ class TierPlanner:
         if len(node.key) == self._tree.block_size:
             self._waiting[node.block] = node
 
+    def clear(self) -> None:
+        """Nothing that is in the tree now is to go out."""
+        self._waiting.clear()
+
     def take(self, known: Known) -> Outgoing | None:
         """The next block that should go out and that no tier has; None when there is none."""
         while self._waiting:
@@ -136,6 +140,10 @@ class TierPlanner:
             value = each.digest = self.paths.below(value or b"", each.key)
         assert value is not None
         return value
+
+    def held(self, tokens: Sequence[int], namespace: Namespace, *, limit: int) -> list[Digest]:
+        """Digests of the whole blocks that the tree has of the first `limit` of `tokens`."""
+        return [self.digest(node) for node in self._tree.path(tokens, namespace, limit=limit)]
 
     def wanted(self, tokens: Sequence[int], namespace: Namespace, *, limit: int, known: Known) -> Wanted | None:
         """What the tiers have of the first `limit` of `tokens` beyond what the tree has; None: nothing."""

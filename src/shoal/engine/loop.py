@@ -37,6 +37,7 @@ from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.kv.opening import open_tiers
+from shoal.engine.kv.tiering import Tiering
 from shoal.engine.record import Recorder
 from shoal.engine.storm import StormWatch
 from shoal.errors import CallbackError, RunnerError, ShoalError
@@ -497,6 +498,17 @@ class StepLoop:
         self._computed_tokens += seq.computed_tokens
         if seq.seq_id in self.scheduler.pinned:
             self.prefixes[seq.seq_id] = (seq.spec.prompt, seq.spec.namespace)
+
+    def leave_tiers(self) -> Tiering | None:
+        """Bring nothing back and copy nothing out, until what this gives is put back by `join_tiers`."""
+        left, self.tiering = self.tiering, None
+        return left
+
+    def join_tiers(self, left: Tiering | None) -> None:
+        """Use tiers again. What came into the tree meanwhile is not copied out."""
+        self.tiering = left
+        if left is not None:
+            left.skip()
 
     def drop_kv(self) -> None:
         """Give up all KV in memory that is not pinned; what runs goes back to the queue."""

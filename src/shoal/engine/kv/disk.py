@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ _READERS = 2
 _STALL_S = 2.0  # a write that takes longer than this is taken for a stalled disk
 _PAUSE_S = 30.0  # that long a disk that failed or was too slow is left alone
 _NICE = 10  # of the thread that writes: what computes goes first
+_TOUCH_S = 60.0
 _CLEAN_EVERY = 64 << 20  # bytes written between two looks at the quota
 
 
@@ -87,6 +89,7 @@ class DiskTier:
         self._index: set[Digest] = set()
         self._queue: OrderedDict[Digest, NDArray[np.uint8]] = OrderedDict()
         self._queued = 0
+        self._touched_at: dict[Digest, float] = {}
         self._touched: deque[Sequence[Digest]] = deque(maxlen=256)
         self._readings: deque[Reading] = deque()
         self._writing_since: float | None = None
@@ -157,9 +160,17 @@ class DiskTier:
         self._measured = time.monotonic()
 
     def touch(self, digests: Sequence[Digest]) -> None:
-        """These were of use: note it on disk some time."""
+        """These were of use: note it on disk some time, of each at most once a minute."""
+        now = time.monotonic()
+        last = self._touched_at
+        if len(last) > 2 * len(self._index) + 1024:
+            last.clear()
+        due = [digest for digest in digests if now - last.get(digest, -inf) >= _TOUCH_S and digest in self._index]
+        if not due:
+            return
+        last.update(dict.fromkeys(due, now))
         with self._change:
-            self._touched.append(digests)
+            self._touched.append(due)
             self._change.notify_all()
 
     def flush(self, timeout_s: float) -> None:

@@ -111,6 +111,9 @@ class Tiering:
 
     def arrived(self, seq: Sequence) -> None:
         """A sequence is in line for the batch: hold it where the tiers have more of its tokens than the device."""
+        if self.disk is not None and self.disk.known:  # what only the device is asked for is of use on disk too
+            tokens = self._scheduler.kv.tree_tokens(seq)
+            self.disk.touch(self._planner.held(tokens, seq.spec.namespace, limit=len(tokens)))
         if seq.status is Status.WAITING and self._wanted(seq) is not None:
             self._scheduler.apply(Hold(seq.seq_id, held=True))
             self._line.append(seq)
@@ -267,6 +270,10 @@ class Tiering:
         if outgoing.checkpoint is not None:
             state = self._planner.paths.state(outgoing.digest)
             self._put(state, self._access.read_checkpoint(outgoing.checkpoint))
+
+    def skip(self) -> None:
+        """What is on the device now is not copied out."""
+        self._planner.clear()
 
     def _stored(self, digest: Digest) -> bool:
         """Whether nothing is left to be done for a block: the last tier has it."""
