@@ -27,4 +27,5 @@ class RequestSpec:
     deadline_s: float | None = None
     timeout_s: float | None = None
     critical_path: int = 0
+    keep_s: float = 0.0
     prefill_only: bool = False
