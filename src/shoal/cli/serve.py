@@ -48,6 +48,7 @@ def serve(
         list[str] | None, typer.Option(help="Serve browsers that know the server by this name; may be given again.")
     ] = None,
     runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
+    precision: options.Precision = options.PRECISION,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     kv_cache: Annotated[
         str, typer.Option(help='KV kept on disk for later runs: bytes as in "4GiB", "auto" (up to 2 GiB), or "off".')
@@ -88,7 +89,7 @@ def serve(
     # One for all models that are switched to: a budget of joules does not begin anew.
     paced = Governor(policy=PowerPolicy.of(power)) if power else None
     settings |= {"kv_cache": None if kv_cache == "off" else kv_cache, "kv_host": kv_host}
-    settings |= {"threads": threads, "warmup": warmup, "governor": paced}
+    settings |= {"precision": precision, "threads": threads, "warmup": warmup, "governor": paced}
 
     def load(name: str) -> Engine:
         return load_engine(name, **settings)

@@ -31,6 +31,7 @@ from shoal.runners.plan import ModelSpec
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
 
 if TYPE_CHECKING:
+    from shoal.models.files import Progress
     from shoal.power.governor import Governor
 
 log = logging.getLogger("shoal.engine")
@@ -89,6 +90,7 @@ class Engine:
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
+        progress: Progress | None = None,
         warmup: bool = False,
         **settings: Unpack[Settings],
     ) -> Self:
@@ -98,12 +100,13 @@ class Engine:
         are in `restored_prefixes` and `restored_handles`. `governor` is one that several engines share, or that has
         sensors of its own; the setting `power` makes one for this engine alone.
         `warmup` runs passes of representative shapes before it returns; `warmup_s` says how long they took.
+        `progress` is called with what takes long ("download", "unpack", "pack"), bytes done and bytes in all.
         Raises `ConfigError`, any `ModelError`, `BackendError`.
         """
         from shoal.engine.loading import open_model
 
         config = EngineConfig.of(**settings)
-        opened = open_model(model, config)
+        opened = open_model(model, config, progress=progress)
         engine = cls(opened.make_runner, opened.codec, config, governor=governor)
         try:
             if warmup:
