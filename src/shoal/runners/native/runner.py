@@ -90,7 +90,7 @@ class NativeRunner:
             settings: dict[str, Any] = {"blocks": spec.num_blocks, "checkpoints": spec.num_checkpoints}
             settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa, "map": mmap}
             loaded = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
-            return cls(loaded, spec, f"native {files.key} {facts['kv_bits']} {loaded.isa} {core_hash()}")
+            return cls(loaded, spec, f"{path.name} {facts['kv_bits']} {loaded.isa} {core_hash()}")
 
         try:
             return _of_packed(path, made, lambda: _pack_again(files, path, precision, progress))
