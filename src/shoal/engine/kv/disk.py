@@ -33,7 +33,7 @@ _TOUCH_S = 60.0
 _CLEAN_EVERY = 64 << 20  # bytes written between two looks at the quota
 
 
-class Reading:
+class BlockRead:
     """Blocks on their way from the disk, in order. The engine takes them from the front as they come."""
 
     def __init__(self, digests: Sequence[Digest]) -> None:
@@ -91,7 +91,7 @@ class DiskTier:
         self._queued = 0
         self._touched_at: dict[Digest, float] = {}
         self._touched: deque[Sequence[Digest]] = deque(maxlen=256)
-        self._readings: deque[Reading] = deque()
+        self._readings: deque[BlockRead] = deque()
         self._writing_since: float | None = None
         self._paused_until = 0.0
         self._bytes_per_s: float | None = None
@@ -139,15 +139,15 @@ class DiskTier:
             self._queued += data.nbytes
             self._change.notify_all()
 
-    def start_reading(self, digests: Sequence[Digest]) -> Reading:
+    def start_reading(self, digests: Sequence[Digest]) -> BlockRead:
         """Have blocks read, in this order."""
-        reading = Reading(digests)
+        reading = BlockRead(digests)
         with self._change:
             self._readings.append(reading)
             self._change.notify_all()
         return reading
 
-    def finish(self, reading: Reading) -> None:
+    def finish(self, reading: BlockRead) -> None:
         """What was to be taken of a reading was, or is not waited for any longer; learns how fast the disk is."""
         reading.cancelled = True
         with self._change, contextlib.suppress(ValueError):

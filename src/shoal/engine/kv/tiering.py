@@ -20,7 +20,7 @@ from shoal.core.commands import Forget, Hold, Restore
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.tiers import Digest, Outgoing, Paths, Tier, TierPlanner, Wanted
-from shoal.engine.kv.disk import DiskTier, Reading
+from shoal.engine.kv.disk import DiskTier, BlockRead
 from shoal.engine.kv.host import HostTier
 from shoal.errors import RunnerError
 from shoal.runners.base import BlockAccess
@@ -47,7 +47,7 @@ class _Return:
     seq: Sequence
     wanted: Wanted
     host: deque[Block]
-    reading: Reading | None
+    reading: BlockRead | None
     until: float
     taken: int = 0
     read_bytes: int = 0
