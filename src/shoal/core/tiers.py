@@ -71,7 +71,7 @@ class Outgoing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedBlocks:
     """What would bring a waiting request further: `blocks` from block `first` of its tokens on.
 
     With `state`, the recurrent state after the last of them too (after block `first` - 1 where there are none).
@@ -145,7 +145,7 @@ class TierPlanner:
         """Digests of the whole blocks that the tree has of the first `limit` of `tokens`."""
         return [self.digest(node) for node in self._tree.path(tokens, namespace, limit=limit)]
 
-    def wanted(self, tokens: Sequence[int], namespace: Namespace, *, limit: int, known: Known) -> Wanted | None:
+    def wanted(self, tokens: Sequence[int], namespace: Namespace, *, limit: int, known: Known) -> WantedBlocks | None:
         """What the tiers have of the first `limit` of `tokens` beyond what the tree has; None: nothing."""
         if self._tree.is_stale(namespace):
             return None
@@ -159,19 +159,19 @@ class TierPlanner:
                 break
             digests.append(digest)
         if self._tree.checkpoints is None:
-            return Wanted(len(path), tuple(digests)) if digests else None
+            return WantedBlocks(len(path), tuple(digests)) if digests else None
         return self._up_to_a_state(path, digests, known)
 
-    def _up_to_a_state(self, path: list[TreeNode], digests: list[Digest], known: Known) -> Wanted | None:
+    def _up_to_a_state(self, path: list[TreeNode], digests: list[Digest], known: Known) -> WantedBlocks | None:
         """The longest part after whose end the recurrent state was kept, if it is longer than what the tree offers."""
         for count in range(len(digests), 0, -1):
             state = self.paths.state(digests[count - 1])
             if known(state):
-                return Wanted(len(path), tuple(digests[:count]), state)
+                return WantedBlocks(len(path), tuple(digests[:count]), state)
         for depth in range(len(path), 0, -1):
             if path[depth - 1].checkpoint is not None:
                 return None
             state = self.paths.state(self.digest(path[depth - 1]))
             if known(state):
-                return Wanted(depth, (), state)
+                return WantedBlocks(depth, (), state)
         return None

@@ -21,6 +21,7 @@ import os
 import secrets
 import shutil
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class KVFiles:
             raise OSError(errno.ENOSPC, f"less than {_SPARE >> 20} MiB of the disk would be left")
         payload = data.data
         self._put(digest.hex(), [_header(digest, payload), payload])
+        self._mark_used(self.path / digest.hex())
 
     def read(self, digest: Digest) -> NDArray[np.uint8] | None:
         """A block, checked; None when it is not there (any more) or damaged, and is deleted then."""
@@ -101,8 +103,7 @@ class KVFiles:
     def touch(self, digests: Iterable[Digest]) -> None:
         """These were of use just now. The last ones first in line to go, so that no beginning goes before its end."""
         for digest in reversed(list(digests)):
-            with contextlib.suppress(OSError):
-                os.utime(self.path / digest.hex())
+            self._mark_used(self.path / digest.hex())
 
     def clean(self) -> set[Digest]:
         """Delete what dead processes left half written and, above the quota, what was of no use the longest.
@@ -125,6 +126,12 @@ class KVFiles:
                 if path.parent == self.path:
                     gone.add(bytes.fromhex(path.name))
         return gone
+
+    @staticmethod
+    def _mark_used(path: Path) -> None:
+        now = time.time_ns()  # what the system would note by itself is coarser: blocks of one step would be equal
+        with contextlib.suppress(OSError):
+            os.utime(path, ns=(now, now))
 
     def _put(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         temporary = self.path / next(self._names)

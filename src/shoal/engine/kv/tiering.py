@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from shoal.core.commands import Forget, Hold, Restore
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
-from shoal.core.tiers import Digest, Outgoing, Paths, Tier, TierPlanner, Wanted
-from shoal.engine.kv.disk import DiskTier, BlockRead
+from shoal.core.tiers import Digest, Outgoing, Paths, Tier, TierPlanner, WantedBlocks
+from shoal.engine.kv.disk import BlockRead, DiskTier
 from shoal.engine.kv.host import HostTier
 from shoal.errors import RunnerError
 from shoal.runners.base import BlockAccess
@@ -45,7 +45,7 @@ class _Return:
     """What one waiting sequence is brought: `taken` digests of `wanted` are dealt with. Those from host come first."""
 
     seq: Sequence
-    wanted: Wanted
+    wanted: WantedBlocks
     host: deque[Block]
     reading: BlockRead | None
     until: float
@@ -138,7 +138,7 @@ class Tiering:
             elif not now.ready:
                 return
 
-    def _wanted(self, seq: Sequence) -> Wanted | None:
+    def _wanted(self, seq: Sequence) -> WantedBlocks | None:
         if seq.scoring or not self._scheduler.kv.sharing:
             return None
         tokens = self._scheduler.kv.tree_tokens(seq)
@@ -211,7 +211,7 @@ class Tiering:
                     self.host.put(now.wanted.digests[now.taken + len(batch) - 1], data)
         return batch, False
 
-    def _bytes_of(self, index: int, wanted: Wanted) -> int:
+    def _bytes_of(self, index: int, wanted: WantedBlocks) -> int:
         is_block = index < len(wanted.blocks)
         return self._access.block_bytes if is_block else self._scheduler.spec.checkpoint_bytes
 
