@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from shoal.core.blocks import BlockPool
 from shoal.core.checkpoints import Checkpoints
 from shoal.core.eviction import Eviction
+from shoal.core.journal import BlockJournal, root_hash
 from shoal.core.nodes import Match, TreeNode
 from shoal.runners.plan import BlockId
 from shoal.types import Namespace
@@ -67,6 +68,7 @@ class PrefixTree:
         self.checkpoints = checkpoints
         self.evictions = 0
         self.recomputed = 0  # tokens that came back after their eviction
+        self.journal: BlockJournal | None = None  # somebody wants to know what comes and goes
         self._roots: OrderedDict[tuple[str, str], tuple[int, TreeNode]] = OrderedDict()  # least recently used first
         self._nodes: dict[BlockId, TreeNode] = {}
         self._clock = 0
@@ -197,6 +199,8 @@ class PrefixTree:
             self._unlink(known)
             known.key, known.path_hash = key, path_hash
             self._link(parent, known)
+            if self.journal is not None:
+                self.journal.added(known)
             return known
         before, agreeing = self._best_tail(parent, key)
         if before is not None and not full and agreeing == len(key):
@@ -210,6 +214,8 @@ class PrefixTree:
         if path_hash in self._ghosts:
             del self._ghosts[path_hash]
             self.recomputed += len(key)
+        if self.journal is not None:
+            self.journal.added(node)
         return node
 
     def _useless(self, tail: TreeNode) -> bool:
@@ -227,6 +233,8 @@ class PrefixTree:
         del parent.keys[bisect_left(parent.keys, node.key)]
 
     def _remove(self, node: TreeNode) -> None:
+        if self.journal is not None:
+            self.journal.removed(node)
         if self.checkpoints is not None:
             self.checkpoints.detach(node)
         self._unlink(node)
@@ -293,6 +301,7 @@ class PrefixTree:
         elif not create:
             return None
         root = TreeNode((), -1, None, hash(namespace))
+        root.content = root_hash(namespace)
         self._roots[place] = (namespace.version, root)
         if len(self._roots) > self.pool.total + _EMPTY_ROOTS:  # at most `total` of them have blocks
             self._drop_empty_roots()
