@@ -163,9 +163,12 @@ class PrefixTree:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: Sequence[int], blocks: Sequence[BlockId], namespace: Namespace) -> list[BlockId]:
+    def insert(
+        self, tokens: Sequence[int], blocks: Sequence[BlockId], namespace: Namespace, *, standing: int = 0
+    ) -> list[BlockId]:
         """Take note that the first len(tokens) slots of `blocks` hold KV of `tokens`; the blocks must be held.
 
+        So many of the first blocks are `standing` in the tree already, unless they were forgotten since.
         Returns the blocks as they stand in the tree: where another block already held the same tokens after the same
         prefix, that one, which the caller should refer to instead of its own (see `Scheduler`).
         """
@@ -173,18 +176,33 @@ class PrefixTree:
         if node is None:
             return list(blocks)
         self._clock += 1
-        size, standing = self.block_size, list(blocks)
-        for i, at in enumerate(range(0, len(tokens), size)):
+        size, placed = self.block_size, list(blocks)
+        known = self._standing(node, blocks[:standing])
+        node, standing = (node, 0) if known is None else (known, standing)
+        for i, at in enumerate(range(standing * size, len(tokens), size), standing):
             key = tuple(tokens[at : at + size])
             child = node.children.get(key)
             if child is None:
                 child = self._add(node, key, blocks[i])
                 if child is None:
                     break
-            standing[i] = child.block
+            placed[i] = child.block
             child.last_used = self._clock
             node = child
-        return standing
+        return placed
+
+    def _standing(self, node: TreeNode, blocks: Sequence[BlockId]) -> TreeNode | None:
+        """The last node of a path of blocks below `node`, all marked as used now; None when it is no such path.
+
+        Looking them up by their tokens costs several times as much, for every block of a long prompt in every step.
+        """
+        for block in blocks:
+            child = self._nodes.get(block)
+            if child is None or child.parent is not node:
+                return None
+            child.last_used = self._clock
+            node = child
+        return node
 
     def _add(self, parent: TreeNode, key: tuple[int, ...], block: BlockId) -> TreeNode | None:
         """Add or extend the node of `block` under `parent`; None when a tail would add nothing."""
