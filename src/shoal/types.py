@@ -18,6 +18,10 @@ Message: TypeAlias = Mapping[str, Any]
 """One chat message: `role`, `content`, and whatever else the chat template reads."""
 
 
+MAX_KEEP_S = 86400
+"""The longest that `Request.keep_s` may ask for: a day."""
+
+
 class FinishReason(StrEnum):
     """Why a request ended. Each ends exactly once, with exactly one of these."""
 
@@ -225,8 +229,10 @@ class Request:
     moment the request joins the batch. Past either it ends with `FinishReason.TIMEOUT`. Groups of equal priority
     are served equally: a fleet of agents that belong together share one `group`. Inside a group the request with the
     longest `critical_path` goes first: how many tokens must still be written one after another, its own and those of
-    what waits for it. `predicted` are tokens that the output is expected to be like, as when a text is to come back
-    with few changes: it never changes what is written, only how fast.
+    what waits for it. For `keep_s` seconds after its end the KV of its prompt and output is evicted last, for a next
+    turn that is sure to come (the result of a tool, say); nothing is held, and memory that is needed is still found.
+    `predicted` are tokens that the output is expected to be like, as when a text is to come back with few changes: it
+    never changes what is written, only how fast.
     """
 
     prompt: str | None = None
@@ -242,6 +248,7 @@ class Request:
     namespace: Namespace = Namespace()
     critical_path: int = 0
     predicted: Sequence[int] = ()
+    keep_s: float = 0.0
 
     def __post_init__(self) -> None:
         given = [n for n in ("prompt", "prompt_tokens", "messages") if getattr(self, n) is not None]
@@ -263,6 +270,7 @@ class Request:
         _check(isinstance(self.group, str), "group", self.group, "a string")
         path = self.critical_path
         _check(is_whole(path, 0), "critical_path", path, "0 or more tokens")
+        _check(is_number(self.keep_s, 0, MAX_KEEP_S), "keep_s", self.keep_s, f"from 0 to {MAX_KEEP_S} seconds")
         _check(isinstance(self.namespace, Namespace), "namespace", self.namespace, "a Namespace")
         predicted = self.predicted
         _check(isinstance(predicted, Sequence) and not isinstance(predicted, str), "predicted", predicted, "a list")

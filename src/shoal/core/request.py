@@ -27,5 +27,6 @@ class RequestSpec:
     deadline_s: float | None = None
     timeout_s: float | None = None
     critical_path: int = 0
+    keep_s: float = 0.0
     prefill_only: bool = False
     predicted: tuple[int, ...] = ()

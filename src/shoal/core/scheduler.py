@@ -17,12 +17,14 @@ from shoal.core.commands import (
     Fail,
     PreemptAll,
     Schedule,
+    SetMaxRunning,
     SetMaxStall,
     Share,
     Unpin,
 )
 from shoal.core.deadlines import Deadlines
 from shoal.core.draft import Drafter, why_not
+from shoal.core.keeping import Keeping
 from shoal.core.kv import KVCacheManager
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
@@ -48,6 +50,7 @@ class Scheduler:
         """`log` is told of every command before it is carried out."""
         self.spec = spec
         self.config = config
+        self.max_running = config.max_batch  # fewer while a governor holds the batch narrow
         self.kv = KVCacheManager(spec, config)
         self.queue = WaitingQueue(config.ageing_s)
         self.pacer = Pacer(config.max_stall_ms)
@@ -60,6 +63,8 @@ class Scheduler:
         self._by_id: dict[SeqId, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
+        self._keeping = Keeping(self.kv.tree.eviction, self.kv.pool.total)
+        self._now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
         self._rows = 0  # of logits that a step may still give to sequences that are scored
@@ -92,6 +97,8 @@ class Scheduler:
                 self._preempt_all(drop_cached=command.drop_cached)
             case Defer():
                 self.queue.deferring = command.deferring
+            case SetMaxRunning():
+                self.max_running = command.count
             case SetMaxStall():
                 self.pacer.max_stall_ms = command.ms
         return None
@@ -157,6 +164,9 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason, error: ShoalError | None = None) -> None:
         """The only way out: leave queue or batch, free what was held, and say so once."""
+        if seq.spec.keep_s and self.config.prefix_sharing and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            hashes = self.kv.tree.path_hashes(self.kv.tree_tokens(seq), seq.spec.namespace)
+            self._keeping.keep(hashes, self._now + seq.spec.keep_s)
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:
@@ -279,6 +289,8 @@ class Scheduler:
         return found
 
     def _expire(self, now: float) -> None:
+        self._now = now
+        self._keeping.expire(now)
         for seq in self._deadlines.due(now):
             self._end(seq, FinishReason.TIMEOUT)
 
@@ -290,7 +302,7 @@ class Scheduler:
             if first is None or first.rank >= victim.aged_rank:
                 return
             needed = self.kv.blocks_for(len(first.tokens) + 1)
-            if len(self.running) < self.config.max_batch and needed <= self.kv.available:
+            if len(self.running) < self.max_running and needed <= self.kv.available:
                 return
             self._preempt(victim)
 
@@ -363,7 +375,7 @@ class Scheduler:
 
     def _next_to_join(self, now: float) -> Sequence | None:
         """The first in line that need not wait for a leader's blocks, if a row is free; looks at a bounded number."""
-        if len(self.running) >= self.config.max_batch or not len(self.queue):
+        if len(self.running) >= self.max_running or not len(self.queue):
             return None
         for looked, seq in enumerate(self.queue.candidates(now)):
             if looked >= 8 * self.config.max_batch:
@@ -443,6 +455,8 @@ class Scheduler:
     def _commit(self, command: Commit) -> None:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
         decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
+        self._now = command.now
+        decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)
             fed = len(item.tokens)

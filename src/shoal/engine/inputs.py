@@ -156,6 +156,7 @@ class InputProcessor:
                 deadline_s=request.deadline_s,
                 timeout_s=request.timeout_s,
                 critical_path=request.critical_path,
+                keep_s=request.keep_s,
                 prefill_only=prefill_only,
                 predicted=tuple(request.predicted[: self.spec.context_length]),
             )

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
-from shoal.core.commands import Abort, Add, Commit, Defer, Fail, JudgedTokens, Schedule, Share, Unpin
+from shoal.core.commands import Abort, Add, Commit, Defer, Fail, JudgedTokens, Schedule, SetMaxRunning, Share, Unpin
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
@@ -250,6 +250,9 @@ class StepLoop:
             return self._step()
         if governor.deferring != self.scheduler.queue.deferring:
             self.scheduler.apply(Defer(governor.deferring))
+        rows = governor.most_running(self.config.max_batch)
+        if rows != self.scheduler.max_running:
+            self.scheduler.apply(SetMaxRunning(rows))
         record = self._step()
         if record is not None:
             self.rest_s = governor.pause_s(record.ms / 1e3)
