@@ -1,10 +1,15 @@
-"""Whether a process that left something behind still lives. Ids are reused: a process is named with its beginning."""
+"""This process and others: what it holds, and whether one that left something behind still lives.
+
+Ids are reused, so a process is named with its beginning.
+"""
 
 from __future__ import annotations
 
 import os
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
+
+_this = psutil.Process()
 
 
 def this_process() -> str:
@@ -21,3 +26,13 @@ def is_alive(name: str) -> bool:
         return False
     except psutil.AccessDenied:
         return True
+
+
+def process_mb() -> float:
+    """Memory that this process holds, in 10**6 bytes: weights, all KV, the interpreter, everything."""
+    return round(float(_this.memory_info().rss) / 1e6, 1)
+
+
+def kv_mb(bytes_per_token: int, tokens: int) -> float:
+    """KV of so many tokens, in 10**6 bytes."""
+    return round(bytes_per_token * tokens / 1e6, 6)

@@ -68,7 +68,7 @@ def test_it_runs_on_the_toy_model_and_shares() -> None:
             attempts = [r for r in result.records if r["kind"] == "attempt"]
             assert [a["outcome"] for a in attempts] == ["ok"] * 5
             assert all(a["prefix_tokens"] >= 64 for a in attempts[1:]), "the shared part is computed once"
-            assert all(a["memory_mb"] > 0 and a["queue_ms"] >= 0 for a in attempts)
+            assert all(a["kv_mb"] > 0 and a["queue_ms"] >= 0 for a in attempts)
 
     go(main())
 

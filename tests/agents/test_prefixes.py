@@ -152,3 +152,22 @@ def test_how_far_a_node_is_from_its_inputs_and_from_the_end() -> None:
         assert run.distance(end) == 0
 
     go(main())
+
+
+def test_a_private_agent_shares_with_itself_alone() -> None:
+    """Nothing of the rules that all share is taken over by it or from it; the next of its name finds its own."""
+
+    async def main() -> dict[str, Any]:
+        async with toy(FakeRunner()) as engine:
+            graph = Graph(RULES)
+            first = graph.add(agent("first"))
+            secret = graph.add(agent("secret", private=True), after=first)
+            again = graph.add(agent("secret", private=True), after=secret)
+            newer = graph.add(agent("secret", private=True, version=2), after=again)
+            graph.add(agent("last"), after=newer)
+            return attempts(await graph.run(engine))
+
+    told = {name: attempt["prefix_tokens"] for name, attempt in go(main()).items()}
+    assert told["secret"] == told["secret-3"] == 0
+    assert told["secret-2"] >= len(RULES)
+    assert told["last"] >= len(RULES)

@@ -40,7 +40,7 @@ def test_a_graph_runs_on_a_server() -> None:
             assert attempts["end"]["generated_tokens"] == 8
             assert attempts["end"]["prefix_tokens"] >= 32, "the server tells what it had cached"
             assert attempts["end"]["queue_ms"] is None
-            assert attempts["end"]["memory_mb"] is None
+            assert attempts["end"]["kv_mb"] is attempts["end"]["process_mb"] is None
 
         go(main())
         live.wait_idle()

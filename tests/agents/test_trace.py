@@ -31,7 +31,7 @@ from tests.support.cli_fake import opened
 
 FIELDS = [
     "request_id", "task_id", "agent_id", "attempt", "cache_hit", "prefix_tokens", "generated_tokens", "queue_ms",
-    "ttft_ms", "latency_ms", "memory_mb", "outcome", "cause",
+    "ttft_ms", "latency_ms", "kv_mb", "process_mb", "outcome", "cause",
 ]  # fmt: skip
 
 
@@ -74,7 +74,9 @@ def test_every_attempt_has_its_record(tmp_path: Path) -> None:
         assert 0 <= record["queue_ms"] <= record["ttft_ms"] <= record["latency_ms"]
         assert record["joined_at_ms"] >= record["submitted_at_ms"]
         assert record["generated_tokens"] == 8
-        assert record["memory_mb"] == round(8 * (record["prompt_tokens"] + 8) / 1e6, 6)
+        added = record["prompt_tokens"] - record["prefix_tokens"] + 8
+        assert record["kv_mb"] == round(8 * added / 1e6, 6), "what was shared counts with whoever computed it"
+        assert record["process_mb"] > 10
         assert (record["outcome"], record["cause"]) == ("ok", None)
     assert [r["cache_hit"] for r in attempts] == [False, True]
     assert attempts[1]["prefix_tokens"] >= 60
@@ -257,6 +259,16 @@ def test_graph_run_prints_the_output_and_writes_the_trace(shoal: Shoal) -> None:
     assert re.search(r"^b\[1\] +done +\d+ +\d+ +\d+/\d+ +6 .*█", drawn.stdout, re.M)
     assert "the end waited for: a -> " in drawn.stdout
     assert Path("t.html").read_text().startswith("<!doctype html>")
+
+
+def test_graph_run_with_a_rollout_tells_which_side_it_was_on(shoal: Shoal) -> None:
+    Path("plan.json").write_text('{"share": 1, "candidate": {"model": "other"}}')
+    result = shoal("graph", "run", "g.yaml", "-i", "topic=bread", "--rollout", "plan.json", "--trace", "t.jsonl")
+    assert result.exit_code == 0, result.stderr
+    decided = [r for r in read_trace(Path("t.jsonl")) if r.get("decision") == "rollout"]
+    assert [r["action"] for r in decided] == ["begin", "assign", "end"] or decided[2]["action"] == "compare"
+    assert decided[1]["side"] == "candidate"
+    assert decided[-1]["candidate"]["requests"] == 4
 
 
 def test_graph_run_json_is_one_document(shoal: Shoal) -> None:

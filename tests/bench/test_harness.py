@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from shoal.bench import harness
@@ -150,3 +151,26 @@ def test_unknown_systems_are_named() -> None:
         named("genai@q4")
     assert named("url=http://127.0.0.1:1/v1/").url == "http://127.0.0.1:1/v1"
     assert named("llama@q8").label == "llama.cpp, 8 bits (Q8_0)"
+
+
+def test_a_busy_process_is_there_while_it_is_measured_and_gone_after(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def children() -> list[int]:
+        return [child.nice() for child in psutil.Process().children()]
+
+    class Looking(FakeWorker):
+        def run(self, jobs: Sequence[Job]) -> RunTimes:
+            seen.append(children())
+            return super().run(jobs)
+
+    monkeypatch.setattr(harness, "Worker", Looking)
+    before = children()
+    made = make("shoal")
+    made.level(replace(LEVEL, beside="other group, nice 19"), 1)
+    made.level(LEVEL, 1)
+    beside = [nices for nices in seen if nices != before]
+    assert beside == [[*before, 19]]
+    assert children() == before

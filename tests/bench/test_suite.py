@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from shoal.bench import report, tables
 from shoal.bench.results import Results, figure
+from shoal.bench.shapes import write_shape
 from shoal.bench.systems.base import Measured
 from shoal.bench.worker import Worker
 from shoal.cli.main import app
@@ -75,3 +77,21 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
             worker.ask("describe")
     finally:
         worker.close()
+
+
+def test_a_shape_is_measured_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    monkeypatch.setattr("shoal.bench.harness._PAUSE_S", 0.0)
+    monkeypatch.setattr("shoal.bench.suite.write_shape", partial(write_shape, layers=1))
+    options = ["--shape", "smollm2-135m", "--format", "q4_0", "--scenario", "serve", "--runs", "1", "--quick"]
+    made = CliRunner().invoke(app, ["bench", *options, "--peers", "", "--margin", "100"])
+    assert made.exit_code == 0, made.output
+    told: dict[str, Any] = json.loads(made.stdout.splitlines()[-1])
+    assert (told["model"]["file"], told["model"]["random_weights"]) == ("smollm2-135m-q4_0.gguf", True)
+    assert told["systems"]["shoal"]["fidelity"] == {}
+    level = Results(told).level("serve", "1")
+    assert level is not None
+    assert figure(level, "shoal", "tokens_per_s") is not None
+    both = CliRunner().invoke(app, ["bench", "--shape", "smollm2-135m", "--model", "other"])
+    assert both.exit_code != 0
+    assert "two models" in both.output

@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 
 from shoal.cluster.simulate import Machine, SimulatedRun, Simulation, policies
-from shoal.cluster.traffic import Agents, Tenants
+from shoal.cluster.traffic import AgentTurns, TenantCalls
 
 SMALL = Machine(kv_tokens=16_000, block_size=32, max_batch=8, max_step_tokens=512)
 
 
-def tenants(replicas: int, calls: int = 800) -> Tenants:
-    return Tenants(calls, 22.0 * replicas, 32, tenants=32, prefix=1200, question=200, output=20)
+def tenants(replicas: int, calls: int = 800) -> TenantCalls:
+    return TenantCalls(calls, 22.0 * replicas, 32, tenants=32, prefix=1200, question=200, output=20)
 
 
 @cache
@@ -35,14 +35,14 @@ def test_late_events_cost_little_and_every_call_ends() -> None:
 
 
 def test_a_run_can_be_repeated() -> None:
-    agents = (Agents(6, 1.0, 32, tenants=2, prefix=300, turns=3, result=50, output=10) for _ in range(2))
+    agents = (AgentTurns(6, 1.0, 32, tenants=2, prefix=300, turns=3, result=50, output=10) for _ in range(2))
     first, second = (Simulation(SMALL, 2, policies(SMALL)["precise"], 0.0).run(each).done for each in agents)
     assert first == second
 
 
 @pytest.mark.parametrize("policy", ["precise", "random"])
 def test_turns_of_agents_follow_each_other(policy: str) -> None:
-    agents = Agents(12, 2.0, 32, tenants=4, prefix=600, turns=6, result=50, output=10, pause_s=0.5)
+    agents = AgentTurns(12, 2.0, 32, tenants=4, prefix=600, turns=6, result=50, output=10, pause_s=0.5)
     outcome = Simulation(SMALL, 3, policies(SMALL)[policy], 0.0).run(agents)
     assert len(outcome.done) == 72
     longest = max(call.prompt for call in outcome.done)

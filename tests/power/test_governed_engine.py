@@ -15,7 +15,7 @@ from shoal import AsyncEngine, Engine, EngineConfig, FinishReason, Priority, Req
 from shoal.agents import Agent, Graph, Trace, retry
 from shoal.core.audit import check_integrity
 from shoal.engine.record import replay
-from shoal.errors import PowerLimitError
+from shoal.errors import ConfigError, PowerLimitError
 from shoal.power import Action, Governor, Level, PowerPolicy, SimulatedSensor
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 
@@ -125,6 +125,35 @@ def test_a_recorded_deferral_is_replayed(tmp_path: Path) -> None:
     steps = list(replay(path))
     assert len(steps) > 20
     assert all(step.same for step in steps)
+
+
+def test_a_policy_may_hold_the_batch_narrow_and_the_tokens_are_the_same(tmp_path: Path) -> None:
+    def run(level: Level, record: str | None = None) -> tuple[int, list[tuple[int, ...]]]:
+        policy: dict[str, Any] = {"duty": (1, 1, 1, 1), "batch": (1, 1, 0.25, 0.25)}
+        with governed(SimulatedSensor(level), settings={"record": record}, **policy) as engine:
+            report = engine.run([Request(prompt=str(i), sampling=SHORT) for i in range(8)])
+            return max(step.batch for step in report.steps), [r.tokens for r in report.results]
+
+    path = str(tmp_path / "run.jsonl")
+    cool, hot = run(Level.NOMINAL), run(Level.SERIOUS, path)
+    assert (cool[0], hot[0]) == (8, 2)
+    assert cool[1] == hot[1]
+    assert all(step.same for step in replay(Path(path)))
+
+
+def test_the_setting_power_makes_a_governor(monkeypatch: pytest.MonkeyPatch) -> None:
+    sensor = SimulatedSensor(Level.FAIR)
+    monkeypatch.setattr("shoal.power.governor.find_sensors", lambda **_: [sensor])
+    config = EngineConfig(power={"duty": (1, 0.5, 0.4, 0.1), "sample_s": 0.01})
+    with Engine(FakeRunner, ByteTokenizer(), config) as engine:
+        assert engine.governor is not None
+        assert (engine.governor.level, engine.governor.duty) == (Level.FAIR, 0.5)
+        before = sensor.reads
+        wait_for(lambda: sensor.reads > before)  # the sensors are read as long as the engine lives
+    with pytest.raises(ConfigError, match="unknown field 'joule'"):
+        Engine(FakeRunner, ByteTokenizer(), EngineConfig(power={"joule": 3}))
+    with pytest.raises(ConfigError, match="power is 'hot'"):
+        EngineConfig(power="hot")  # type: ignore[arg-type]
 
 
 def test_two_engines_share_a_governor() -> None:

@@ -28,6 +28,12 @@ def test_stats_tell_of_the_governor_and_a_refusal_is_a_503_that_says_when() -> N
         page = live.http.get("/metrics").text
         assert 'shoal_power_level{level="critical"} 1.0' in page
         assert "shoal_power_refusing 1.0" in page
+        assert 'shoal_power_cause{sensor="simulated"} 1.0' in page
+        paced = live.http.get("/swarmbench/state").json()["power"]
+        assert paced["summary"].startswith(
+            "power critical: 10% speed, background agents wait, new requests are refused"
+        )
+        assert (paced["level"], paced["duty"]) == ("critical", 0.1)
         assert f"shoal_power_duty {told['duty']}" in page
         for reading in told["readings"]:
             assert f'sensor="{reading["sensor"]}",unit="{reading["unit"]}"}} {float(reading["value"])}' in page

@@ -207,9 +207,31 @@ def test_it_samples_no_more_often_than_it_was_told() -> None:
     assert bench.sensor.reads == reads + 5
 
 
+def test_a_policy_from_a_setting() -> None:
+    policy = PowerPolicy.of(
+        {"battery": [50, 20, 10], "defer_from": "fair", "refuse_from": None, "batch": [1, 1, 0.5, 0.25]}
+    )
+    assert (policy.defer_from, policy.refuse_from, policy.battery) == (Level.FAIR, None, (50, 20, 10))
+    assert PowerPolicy.of(True) == PowerPolicy()
+    with pytest.raises(ConfigError, match="did you mean joules"):
+        PowerPolicy.of({"joule": 5})
+    with pytest.raises(ConfigError, match="power policy is wrong"):
+        PowerPolicy.of({"joules": "many"})
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"duty": (1, 1, 1)}, {"duty": (0.5, 1, 0.4, 0.1)}, {"duty": (1, 0.5, 0.4, 0)}, {"hold_s": 0}, {"joules": -1}],
+    [
+        {"duty": (1, 1, 1)},
+        {"duty": (0.5, 1, 0.4, 0.1)},
+        {"duty": (1, 0.5, 0.4, 0)},
+        {"hold_s": 0},
+        {"joules": -1},
+        {"batch": (1, 1, 1)},
+        {"batch": (0.5, 1, 1, 1)},
+        {"battery": (5, 10, 20)},
+        {"defer_from": "warm"},
+    ],
 )
 def test_a_policy_is_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="it must be"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import SensorError
-from shoal.power import Level, Unit, find_sensors, survey
-from shoal.power.linux import PlatformProfile, Rapl, ThermalZones, ThrottleCounters
+from shoal.power import Governor, Level, PowerPolicy, Unit, find_sensors, survey
+from shoal.power.linux import PlatformProfile, PowerProfiles, Rapl, ThermalZones, ThrottleCounters
 from shoal.power.macos import LowPowerMode, ThermalPressure, low_power, pressure
 from shoal.power.nvml import Nvml
 from shoal.power.sensors import Battery
+from shoal.power.windows import BatterySaver, PowerStatus
 
 
 def write(root: Path, path: str, text: object) -> Path:
@@ -253,3 +255,53 @@ def test_a_survey_names_every_kind_and_why_it_is_not_there(tmp_path: Path) -> No
     assert "energy counters" in found["RAPL"].why
     assert all(each.sensor is not None or each.why for each in found.values())
     assert "thermal zones" in {sensor.name for sensor in find_sensors(tmp_path)}
+
+
+def test_power_profiles_daemon_is_asked_as_its_menu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the daemon's name on the PATH, which prints what the real one prints."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SensorError, match="not installed"):
+        PowerProfiles()
+    program = tmp_path / "powerprofilesctl"
+    program.write_text('#!/bin/sh\n[ "$1" = get ] && echo power-saver\n')
+    program.chmod(0o755)
+    reading = PowerProfiles().read()
+    assert (reading.level, reading.detail) == (Level.FAIR, "power-saver")
+    program.write_text("#!/bin/sh\necho performance\n")
+    assert PowerProfiles().read().level is Level.NOMINAL
+    program.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(SensorError, match="cannot be asked"):
+        PowerProfiles()
+
+
+def test_the_battery_saver_of_windows_through_kernel32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call with the structure that the Windows API documents; the library itself is on Windows only."""
+    state = {"saver": 0, "ok": 1}
+
+    def ask(status: Any) -> int:
+        status._obj.saver = state["saver"]
+        return state["ok"]
+
+    monkeypatch.setattr("sys.platform", "win32")
+    library = SimpleNamespace(GetSystemPowerStatus=ask)
+    monkeypatch.setattr("ctypes.WinDLL", lambda name: library, raising=False)
+    sensor = BatterySaver()
+    assert sensor.read().level is Level.NOMINAL
+    state["saver"] = 1
+    assert (sensor.read().level, sensor.read().value) == (Level.FAIR, 1.0)
+    state["ok"] = 0
+    with pytest.raises(SensorError, match="does not tell"):
+        sensor.read()
+    monkeypatch.setattr("sys.platform", "linux")
+    with pytest.raises(SensorError, match="only Windows"):
+        BatterySaver()
+    assert ctypes.sizeof(PowerStatus) == 12
+
+
+def test_the_limits_of_the_battery_are_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = SimpleNamespace(percent=45.0, power_plugged=False)
+    monkeypatch.setattr("psutil.sensors_battery", lambda: half, raising=False)
+    assert Battery().read().level is Level.NOMINAL
+    governor = Governor(policy=PowerPolicy(battery=(90, 50, 10)))
+    assert governor.level is Level.SERIOUS
+    assert governor.summary == "power serious: 40% speed, background agents wait (battery 45 % (on battery))"

@@ -45,6 +45,26 @@ def test_a_cache_key_keeps_prefixes_apart(live: Live) -> None:
     assert live.chat(text, prompt_cache_key="a").json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_a_private_agent_shares_with_itself_alone_and_a_new_version_starts_anew(live: Live) -> None:
+    text = "one more prompt that is longer than one block of the cache by a few letters"
+
+    def cached(**fields: Any) -> int:
+        usage = live.chat(text, task_id="t", **fields).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(agent_id="a") <= 1  # the turn mark that every chat begins with
+    assert cached(agent_id="b") > 1, "names alone keep nothing apart"
+    for agent in ("a", "b"):
+        assert cached(agent_id=agent, private=True) == 0
+        assert cached(agent_id=agent, private=True) > 1
+    assert cached(agent_id="a", private=True, agent_version=1) == 0
+    assert cached(agent_id="a", private=True, agent_version=1) > 1
+    assert cached(agent_id="a", private=True) == 0, "an older version neither finds nor leaves a prefix"
+    for wrong in ({"private": True}, {"agent_version": 3}):
+        refused = live.chat(text, **wrong)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, next(iter(wrong)))
+
+
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
 def test_roles_and_content_as_parts(live: Live, role: str) -> None:
     messages = [{"role": role, "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
@@ -235,7 +255,7 @@ BAD_BODIES: list[tuple[bytes, int, str]] = [
     (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', 400, ""),
     (b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}', 400, "invalid_value"),
     (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "nesting_too_deep"),
-    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_unicode"),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json"),
     (b'{"x": "' + b"a" * (9 * 2**20) + b'"}', 413, "body_too_large"),
 ]
 

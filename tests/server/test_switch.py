@@ -182,7 +182,7 @@ def test_the_command_prints_its_port_serves_and_ends_with_status_0(real: Live) -
             process.kill()
     [call] = [entry for entry in logged if entry["event"] == "call"]
     wanted = {"request_id", "task_id", "agent_id", "cache_hit", "prefix_tokens", "generated_tokens", "latency_ms"}
-    assert wanted | {"memory_mb", "status", "path"} <= set(call)
+    assert wanted | {"kv_mb", "process_mb", "status", "path"} <= set(call)
     assert call["model"] == MODEL
     assert "hello" not in json.dumps(logged)
 

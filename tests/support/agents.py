@@ -132,7 +132,7 @@ class FlakyEngine:
                     return  # the engine loses the request
                 yield event
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
 
 
 def _face(engine: ScriptedEngine | FlakyEngine | AsyncEngine) -> AgentEngine:

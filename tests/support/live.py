@@ -11,7 +11,9 @@ from typing import Any, Self
 
 import httpx
 
+from shoal.agents import Rollout
 from shoal.config import EngineConfig
+from shoal.engine.aio import AsyncEngine
 from shoal.engine.engine import Engine
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.server.config import ServerConfig
@@ -30,9 +32,16 @@ class Live:
     """Usable with `with`; leaves nothing behind."""
 
     def __init__(
-        self, engine: Engine | None, load: Callable[[str], Engine] | None = None, name: str = "toy", **settings: Any
+        self,
+        engine: Engine | None,
+        load: Callable[[str], Engine] | None = None,
+        name: str = "toy",
+        rollout: Callable[[AsyncEngine], Rollout] | None = None,
+        **settings: Any,
     ) -> None:
         self.hub = ModelHub(load or (lambda name: toy()), name, engine)
+        if rollout is not None and engine is not None:
+            self.hub.rollout = rollout(AsyncEngine(engine))
         self.config = ServerConfig(**settings)
         self._listening = bind("127.0.0.1", 0)
         self.port = self._listening.getsockname()[1]

@@ -22,6 +22,7 @@ from shoal.cli.main import app
 from shoal.cli.screen import CardGrid, tail
 from shoal.errors import ConfigError, KVBudgetError
 from shoal.models import DEFAULT_MODEL, Store
+from shoal.power import Level, SimulatedSensor
 from shoal.types import SamplingParams
 from tests.support.cli_fake import opened
 from tests.support.tiny_gguf import write_tiny
@@ -57,6 +58,23 @@ def test_swarm_prints_cards_and_a_summary(shoal: Shoal) -> None:
     for specialist in SPECIALISTS:
         assert re.search(rf"^== {specialist.name} \(done, \d+ tokens, \d+ tok/s\)\n[a-z]+\n", result.stdout, re.M)
     assert re.search(r"^\d+ tokens in \d+\.\d\d s, \d+ tok/s aggregate, shared prefix \d+ tokens", result.stdout, re.M)
+
+
+def test_a_governor_is_told_of_where_it_slows_a_command_down(shoal: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    hot = SimulatedSensor(Level.SERIOUS)
+    monkeypatch.setattr("shoal.power.governor.find_sensors", lambda **_: [hot])
+    told = "power serious: 40% speed, background agents wait (simulated 2)"
+    result = shoal("swarm", "Why?", "-n", "2", "--max-tokens", "4", "--battery", "60")
+    assert result.stdout.rstrip().endswith(f"; {told}"), result.stderr
+    assert (
+        json.loads(shoal("swarm", "Why?", "-n", "1", "--max-tokens", "4", "--governor", "--json").stdout)["power"][
+            "level"
+        ]
+        == "serious"
+    )
+    assert told in shoal("run", "Why?", "--max-tokens", "4", "--governor").stderr
+    refused = shoal("run", "Why?", "--joules", "100")
+    assert (refused.exit_code, "needs a sensor that counts energy" in refused.stderr) == (2, True)
 
 
 def test_swarm_json_is_one_document_and_nothing_else(shoal: Shoal) -> None:
@@ -167,7 +185,7 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("shoal.cli.console.ensure_model", broken)
+    monkeypatch.setattr("shoal.engine.engine.Engine.load", broken)
     result = CliRunner().invoke(app, ["run", "Why?"])
     assert isinstance(result.exception, ZeroDivisionError)
 

@@ -16,6 +16,7 @@ from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.core.commands import PreemptAll
 from shoal.engine.handles import Handle
+from shoal.engine.loading import OpenedModel
 from shoal.errors import (
     ConfigError,
     EngineClosedError,
@@ -623,3 +624,23 @@ def test_a_task_cancelled_while_it_submits_leaves_no_request() -> None:
             assert time.monotonic() < end, "the request was left running"
             time.sleep(0.005)
         sound(engine)
+
+
+def test_a_warm_up_runs_every_shape_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[StepPlan] = []
+    monkeypatch.setattr(
+        "shoal.engine.loading.open_model",
+        lambda *_: OpenedModel(ByteTokenizer(), lambda: FakeRunner(fault=plans.append)),
+    )
+    with Engine.load("toy", max_batch=6, max_step_tokens=64, warmup=True) as engine:
+        assert engine.warmup_s is not None
+        assert max(plan.num_tokens for plan in plans) == 64
+        decoding = [len(plan.sequences) for plan in plans if all(len(item.tokens) == 1 for item in plan.sequences)]
+        assert {1, 2, 4, 6} <= set(decoding)
+        stats = engine.stats()
+        assert (stats.kv_held_bytes, stats.kv_cached_bytes, stats.running) == (0, 0, 0)
+        engine.call(lambda: check_integrity(engine._loop.scheduler))
+    with Engine.load("toy", max_batch=6, kv_memory="4KiB", max_step_tokens=16, warmup=True) as small:
+        assert small.warmup_s is not None, "what does not fit is left out"
+    with Engine.load("toy") as cold:
+        assert cold.warmup_s is None

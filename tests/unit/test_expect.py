@@ -10,10 +10,12 @@ import pytest
 
 from shoal.core.audit import check_integrity
 from shoal.core.blocks import BlockPool
+from shoal.core.commands import Abort
 from shoal.core.prefix_tree import PrefixTree
 from shoal.engine.aio import AsyncEngine
 from shoal.engine.handles import Expectation
 from shoal.engine.record import replay
+from shoal.errors import InvalidRequestError
 from shoal.runners.fake import FakeRunner
 from shoal.types import Namespace, Request, SamplingParams
 from tests.support.engines import Driver, toy_engine
@@ -193,3 +195,45 @@ def test_a_record_with_expectations_replays_the_same(tmp_path: Path) -> None:
     steps = list(replay(path))
     assert steps
     assert all(step.same for step in steps)
+
+
+def test_a_turn_that_is_kept_goes_after_newer_ones_until_its_time_is_over() -> None:
+    driver = Driver(num_blocks=8)
+    driver.add([1] * 8, max_tokens=1, keep_s=60.0)
+    driver.drain()
+    driver.add([2] * 8, max_tokens=1)
+    driver.drain()
+    tree = driver.scheduler.kv.tree
+
+    def left() -> list[int]:
+        return [first for first in (1, 2) if tree.match([first] * 8, HOME, limit=8).tokens == 8]
+
+    tree.evict(1)
+    assert left() == [1]  # older, and kept
+    driver.now += 61.0
+    driver.add([3] * 4, max_tokens=1)
+    driver.drain()
+    assert not tree.eviction._announced
+    check_integrity(driver.scheduler)
+
+
+def test_a_turn_that_was_left_is_not_kept() -> None:
+    driver = Driver(num_blocks=8)
+    seq = driver.add([1] * 8, keep_s=60.0)
+    driver.step()
+    driver.apply(Abort(seq.seq_id))
+    assert not driver.scheduler.kv.tree.eviction._announced
+
+
+def test_what_is_kept_is_bounded_by_the_blocks_there_are() -> None:
+    driver = Driver(num_blocks=8)
+    for turn in range(50):
+        driver.add([turn] * 16, max_tokens=1, keep_s=600.0 - turn)
+        driver.drain()
+    assert sum(map(len, driver.scheduler.kv.tree.eviction._announced.values())) <= 8
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), 1e9, "60", True])
+def test_a_time_to_keep_is_a_number_of_seconds(seconds: object) -> None:
+    with pytest.raises(InvalidRequestError, match="keep_s"):
+        Request(prompt="x", keep_s=seconds)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from shoal.core.commands import (
     JudgedTokens,
     PreemptAll,
     Schedule,
+    SetMaxRunning,
     SetMaxStall,
     Share,
     Unpin,
@@ -81,6 +82,7 @@ def test_every_command_comes_back_from_its_line(tmp_path: Path) -> None:
         CancelExpectation((1, 2), space, 4),
         PreemptAll(drop_cached=True),
         Defer(True),
+        SetMaxRunning(3),
         SetMaxStall(20.0),
     ]
     for command in commands:

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -308,7 +308,7 @@ class SwarmEngine(AsyncEngine):
         self._swarm = swarm
         self._turn = asyncio.Lock() if swarm.serial else contextlib.nullcontext()
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """As `AsyncEngine.generate`."""
         swarm, card = self._swarm, self._swarm.card(request)
         changes: dict[str, Any] = {"deadline_s": swarm.deadline_s}

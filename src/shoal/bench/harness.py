@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from shoal.bench.beside import busy
 from shoal.bench.ceiling import ModelFacts, ceiling
 from shoal.bench.machine import Check, ThermalGate
 from shoal.bench.systems import KINDS, Named, system_class
@@ -109,7 +110,7 @@ class Harness:
             jobs = make_jobs(workload, self._text, number)
             for contender in contenders if number % 2 == 0 else reversed(contenders):
                 if not contender.done(runs, workload.budget_s):
-                    self._guarded(contender, partial(self._run, contender, jobs, setup))
+                    self._guarded(contender, partial(self._run, contender, jobs, setup, workload.beside))
             if number == 0:
                 equality = _equality(contenders)
         jobs = make_jobs(workload, self._text, 0)
@@ -192,11 +193,12 @@ class Harness:
         time.sleep(_PAUSE_S)
         return self.gate.check()
 
-    def _run(self, contender: Contender, jobs: Sequence[Job], setup: Setup) -> None:
+    def _run(self, contender: Contender, jobs: Sequence[Job], setup: Setup, beside: str) -> None:
         worker = self._worker(contender)
         worker.prepare(replace(setup, variant=contender.variant))
         before, self._checked = self._checked or self._look(), None
-        timeline = contender.last = worker.run(jobs)
+        with busy(beside):
+            timeline = contender.last = worker.run(jobs)
         after = self._checked = self._look()  # it is also the look before the next run
         contender.spent_s += timeline.wall_s
         throttled = not before.fit or after.before > 1 + self.gate.margin

@@ -30,6 +30,7 @@ from shoal.engine.loop import RequestState, StepLoop
 from shoal.errors import BenchmarkError
 from shoal.models import Store, load_tokenizer
 from shoal.names import did_you_mean
+from shoal.power import Governor, Level, PowerPolicy, Sensor, SimulatedSensor, find_sensors
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from shoal.sampling.sampler import SamplerState, sample
@@ -203,6 +204,44 @@ def graph(bench: Bench) -> dict[str, Any]:
     return {name: _spread(values) for name, values in figures.items()}
 
 
+_PACES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "wide_and_slow": {"duty": (1, 1, 0.4, 0.1)},
+    "narrow": {"duty": (1, 1, 1, 1), "batch": (1, 1, 0.4, 0.1)},
+}
+
+
+def pace(bench: Bench) -> dict[str, Any]:
+    """Ways to be gentle on a hot machine: all rows with rests between the steps, or fewer rows without.
+
+    Processor milliseconds a token stand for energy (beside them joules, where a sensor counts them): the way that needs
+    fewer at the same tokens a second is the better one.
+    """
+    counting = [sensor for sensor in find_sensors() if sensor.read().joules is not None]
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in _PACES}
+    for number in range(bench.runs):
+        for name, policy in _PACES.items():  # taken in turns: what else the machine does falls on all of them
+            for figure, value in _paced(bench, PowerPolicy(**policy), name != "full", number, counting).items():
+                figures[name].setdefault(figure, []).append(value)
+    return {name: {figure: _spread(values) for figure, values in told.items()} for name, told in figures.items()}
+
+
+def _paced(bench: Bench, policy: PowerPolicy, hot: bool, number: int, counting: Sequence[Sensor]) -> dict[str, float]:
+    """Sixteen requests under a policy: tokens a second, processor time and energy for each."""
+    governor = Governor([SimulatedSensor(Level.SERIOUS if hot else Level.NOMINAL)], policy)
+    requests = [Request(prompt_tokens=job.prompt, sampling=greedy(job)) for job in bench.jobs(16, 40, _STEPS, number)]
+    with Engine.load(bench.model, runner=bench.runner, max_batch=16, governor=governor) as engine:
+        engine.run(requests[:1])
+        begin, before = time.process_time(), sum(sensor.read().joules or 0.0 for sensor in counting)
+        report = engine.run(requests)
+        spent, joules = time.process_time() - begin, sum(sensor.read().joules or 0.0 for sensor in counting) - before
+    told = {
+        "tokens_per_s": report.output_tokens / report.wall_s,
+        "processor_ms_per_token": 1e3 * spent / report.output_tokens,
+    }
+    return {**told, "joules_per_token": joules / report.output_tokens} if counting else told
+
+
 _ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
@@ -242,4 +281,5 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "distinct": distinct,
     "masks": masks,
     "graph": graph,
+    "pace": pace,
 }

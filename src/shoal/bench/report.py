@@ -28,6 +28,7 @@ def markdown(results: Results, path: str) -> str:
         *_section(results, "mixed", "A long prompt joins", tables.plain(results, "mixed")),
         *_section(results, "agents", "A graph of agents", tables.agents(results)),
         *_section(results, "overhead", "Overhead", tables.overhead(results)),
+        *_section(results, "company", "Beside a busy process", tables.company(results)),
         *_section(results, "serve", "Over HTTP", tables.serve(results)),
         "## Cold and warm",
         tables.cold(results),
@@ -149,5 +150,7 @@ longest that any of the eight waits for a token.""",
     "agents": """A planner, three writers, a reviewer and an editor on a shared beginning: as a graph in the engine, as
 independent requests without sharing, and one after another. They write 48 tokens each, the writers 192.""",
     "overhead": "The whole engine against a static batch of eight by hand over the same runner, in the same process.",
+    "company": """One stream and eight beside one busy process: of this scheduling group (session) or another, with nice
+0 or 19. On all threads and on one.""",
     "serve": "The same requests in process and through `shoal serve`, whose client runs on the same cores.",
 }

@@ -18,6 +18,7 @@ from shoal.bench.ceiling import ModelFacts
 from shoal.bench.harness import Harness, Tell, why_missing
 from shoal.bench.machine import ThermalGate, measured
 from shoal.bench.results import SCHEMA
+from shoal.bench.shapes import write_shape
 from shoal.bench.systems import DEFAULT_PEERS, Named, named
 from shoal.bench.systems.base import Measured
 from shoal.bench.workloads import TEXT, select
@@ -31,12 +32,17 @@ _FIDELITY_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. `peers` are names of systems, None for all installed ones; `margin` is the thermal gate's."""
+    """What to measure. `peers` are names of systems, None for all installed ones; `margin` is the thermal gate's.
+
+    With `shape` it is a file of random weights in that shape and `format` (`bench/shapes.py`), and not `model`.
+    """
 
     scenario: str = "all"
     runs: int = 5
     peers: tuple[str, ...] | None = None
     model: str = "smollm2-135m"
+    shape: str = ""
+    format: str = "q4_k_m"
     runner: str = "auto"
     threads: int | None = None
     quick: bool = False
@@ -54,7 +60,7 @@ def run_suite(
     """
     workloads = select(options.scenario, quick=options.quick)
     store = Store()
-    files = store.resolve(options.model)
+    files = _files(options, store, tell)
     if files.kind != "gguf":
         raise BenchmarkError(f"{files.name} is no GGUF file", value=files.kind, hint="peers share one GGUF; give one")
     threads = options.threads or int(facts["cores"])
@@ -79,7 +85,7 @@ def run_suite(
             "quick": options.quick,
             "took_s": time.perf_counter() - begin,
             "machine": machine,
-            "model": {"name": files.name, **_describe_file(files.path)},
+            "model": {"name": files.name, "random_weights": bool(options.shape), **_describe_file(files.path)},
             "gate": gate.to_json(),
             "systems": {s.key: _system(s, sources[s], harness, fidelity) for s in sources},
             "missing": missing,
@@ -87,7 +93,8 @@ def run_suite(
         }
 
     try:
-        fidelity |= _fidelity(harness, files, text[: 64 if options.quick else _FIDELITY_TOKENS], tell)
+        if not options.shape:  # of random weights it says nothing
+            fidelity |= _fidelity(harness, files, text[: 64 if options.quick else _FIDELITY_TOKENS], tell)
         for i, workload in enumerate(workloads):
             levels.append(harness.level(workload, options.runs))
             save(document())
@@ -98,11 +105,23 @@ def run_suite(
     return document()
 
 
+def _files(options: Options, store: Store, tell: Tell) -> ModelFiles:
+    """The model under measurement. A shape's file is written once and kept; `ConfigError` for an unknown one."""
+    if not options.shape:
+        return store.resolve(options.model)
+    path = store.cache_dir("shapes") / f"{options.shape}-{options.format}.gguf"
+    if not path.exists():
+        tell(f"writing {path.name}, random weights")
+        write_shape(path, options.shape, options.format)
+    return store.resolve(str(path))
+
+
 def _sources(
     options: Options, files: ModelFiles, store: Store, threads: int
 ) -> tuple[dict[Named, Measured], dict[str, str]]:
     """Every system that takes part with its model, and why the others do not. BenchmarkError for an unknown name."""
-    ours = Measured(options.model, files.path, threads, store.cache_dir(files.key), options={"runner": options.runner})
+    model = str(files.path) if options.shape else options.model
+    ours = Measured(model, files.path, threads, store.cache_dir(files.key), options={"runner": options.runner})
     sources = {named("shoal"): ours, named("shoal-http"): ours, named("shoal-agents"): ours}
     missing: dict[str, str] = {}
     for text in options.peers if options.peers is not None else DEFAULT_PEERS:

@@ -236,6 +236,20 @@ def overhead(results: Results) -> str:
     return table(["", "step, ms", "outside the runner, ms"], rows) + said
 
 
+def company(results: Results) -> str:
+    """Rates beside a busy process, on all threads and on one."""
+    rows = [
+        [
+            level["level"],
+            quoted(figure(level, "shoal", "decode_tokens_per_s")),
+            quoted(figure(level, "shoal:one", "decode_tokens_per_s")),
+            times(ratio(level, "decode_tokens_per_s", "shoal", "shoal:one")),
+        ]
+        for level in results.levels("company")
+    ]
+    return table(["streams", "all threads, tok/s", "one thread, tok/s", "all / one"], rows)
+
+
 def serve(results: Results) -> str:
     """Rates and first tokens in process and through HTTP."""
     parts = [plain(results, "serve")]

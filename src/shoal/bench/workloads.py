@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.beside import BESIDE
 from shoal.errors import BenchmarkError
 
 TEXT = Path(__file__).with_name("text.txt")
@@ -49,7 +50,8 @@ class Workload:
     `requests` prompts of `prompt` (shortest, longest) tokens, `output` written by each, end tokens ignored; at most
     `batch` run together. They share a beginning of `trunk` tokens, arrive at once or at `rate` a second (Poisson),
     and `joining` > 0 adds a prompt of that length 0.3 s later. With `dependent` some wait for others' output.
-    `variants` are the ways in which systems run it, "" being the default one; each system takes those it knows.
+    `beside` names what else computes meanwhile (`bench/beside.py`). `variants` are the ways in which systems run it, ""
+    being the default one; each system takes those it knows.
     Peers take part when `peers` is set. A system stops after two runs when it has used `budget_s`.
     """
 
@@ -64,6 +66,7 @@ class Workload:
     dependent: bool = False
     joining: int = 0
     schema: bool = False
+    beside: str = ""
     peers: bool = True
     variants: tuple[str, ...] = ("",)
     budget_s: float = 20.0
@@ -113,6 +116,12 @@ SCENARIOS: dict[str, list[Workload]] = {
     ],
     "overhead": [
         Workload("overhead", "8", 8, (40, 40), 256, 8, peers=False, variants=("", "static"), budget_s=60.0)
+    ],
+    "company": [
+        Workload("company", f"{n} beside {kind}" if kind else str(n), n, (40, 40), 128, n, beside=kind, peers=False,
+                 variants=("", "one"), budget_s=15.0)
+        for kind in ("", *BESIDE)
+        for n in (1, 8)
     ],
     "serve": [
         Workload("serve", "1", 1, (100, 100), 8, 1, peers=False, variants=("", "http"), budget_s=10.0),

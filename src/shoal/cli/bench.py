@@ -19,15 +19,20 @@ app = typer.Typer(no_args_is_help=False, help="Measure the engine against peers 
 def bench(
     context: typer.Context,
     scenario: Annotated[
-        str, typer.Option(help="scaling, burst, staggered, fanout, mixed, agents, overhead, serve; both; all.")
+        str,
+        typer.Option(help="scaling, burst, staggered, fanout, mixed, agents, overhead, company, serve; both; all."),
     ] = "both",
     runs: Annotated[int, typer.Option(help="Runs of each level; of five or more the extremes are dropped.", min=1)] = 5,
     out: Annotated[Path | None, typer.Option(help="Write the result to this file too, after each level.")] = None,
     peers: Annotated[
         str | None,
-        typer.Option(help='Peers, by commas: llama, llama@q8, genai, url=http://HOST/v1; "" for none.'),
+        typer.Option(help='Peers, by commas: llama, llama@q8, ik, genai, url=http://HOST/v1; "" for none.'),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
+    shape: Annotated[
+        str, typer.Option(help="Not --model, but random weights in this shape: smollm2-135m, qwen3-0.6b, qwen3-4b.")
+    ] = "",
+    format: Annotated[str, typer.Option(help="Of the --shape: q4_k_m, q4_0, q8_0, ...")] = "q4_k_m",
     runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",
     threads: options.Threads = None,
     margin: Annotated[float, typer.Option(help="Share by which the machine may be slower.", min=0.0)] = 0.25,
@@ -39,10 +44,14 @@ def bench(
     from shoal.bench.suite import Options, run_suite
     from shoal.cli.console import ensure_model
     from shoal.cli.machine import machine_facts, versions
+    from shoal.errors import ConfigError
 
-    ensure_model(model)
+    if shape and model != options.DEFAULT_MODEL:
+        raise ConfigError("--shape and --model are two models", value=f"{shape}, {model}", hint="give one of them")
+    if not shape:
+        ensure_model(model)
     asked = None if peers is None else tuple(name for name in peers.split(",") if name)
-    wanted = Options(scenario, runs, asked, model, runner, threads, quick, margin)
+    wanted = Options(scenario, runs, asked, model, shape, format, runner, threads, quick, margin)
     command = shlex.join(["shoal", *sys.argv[1:]])
 
     def save(document: dict[str, Any]) -> None:
@@ -97,7 +106,7 @@ def compare(
 
 @app.command()
 def part(
-    names: Annotated[list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph.")],
+    names: Annotated[list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph, pace.")],
     runs: Annotated[int, typer.Option(help="Rounds of each.", min=1)] = 5,
     model: options.Model = options.DEFAULT_MODEL,
     runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",

@@ -58,7 +58,7 @@ def print_json(document: Any) -> None:
 
 def note(text: str) -> None:
     """A word to the person at the terminal, on standard error; nothing where that is no terminal."""
-    if sys.stderr.isatty():
+    if text and sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 
 
@@ -107,11 +107,19 @@ def setting(name: str) -> Any:
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
-    """`Engine.load` with a progress bar for a model that has to be fetched first. Settings of None are left out."""
+    """`Engine.load` that shows the fetching and packing of a model. Settings of None are left out."""
+    from shoal.cli.progress import progress_bar
     from shoal.engine.engine import Engine
 
-    ensure_model(model)
-    return Engine.load(model, **{name: value for name, value in settings.items() if value is not None})
+    with progress_bar(model) as show:
+        return Engine.load(
+            model, progress=show, **{name: value for name, value in settings.items() if value is not None}
+        )
+
+
+def pace(engine: Engine) -> str:
+    """What the governor of an engine does at the moment; empty where there is none, or it does nothing."""
+    return "" if engine.governor is None else printable(engine.governor.summary)
 
 
 def ensure_model(model: str) -> None:

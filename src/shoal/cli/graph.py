@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli import options
-from shoal.cli.console import Interrupts, ensure_model, load_engine, note, print_json, printable
+from shoal.cli.console import Interrupts, describe, ensure_model, load_engine, note, pace, print_json, printable
 from shoal.errors import GraphError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shoal.agents import Graph, GraphResult, Run
+    from shoal.agents import Graph, GraphResult, Run, Trace
     from shoal.agents.lint import Lint, Tokenize
+    from shoal.engine.engine import Engine
 
 app = typer.Typer(no_args_is_help=True, help="Graphs of agents from YAML files.")
 
@@ -37,29 +38,44 @@ def run(
     remote: Annotated[
         str | None, typer.Option(metavar="URL", help="Run on this OpenAI-compatible server instead.")
     ] = None,
+    rollout: options.Rollout = None,
     trace: Annotated[Path | None, typer.Option(help="Write the trace there; `shoal trace` draws it.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds for the whole run.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the run repeatable.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Keep what has ended in this new file, for --resume.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Go on with the run of this checkpoint, which broke off.")
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Agents that write at the same time.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
+    governor: options.Governor = False,
+    joules: options.Joules = None,
+    battery: options.Battery = None,
 ) -> None:
     """Run a graph; what its final node writes goes to standard output, progress to standard error."""
     from shoal.agents.build.files import load_graph
 
     graph = load_graph(file)
     given = _inputs(inputs)
-    settings = {"deadline_s": deadline, "seed": seed, **given}
+    if checkpoint is not None and resume is not None:
+        raise GraphError("--checkpoint and --resume are given", hint="--resume goes on writing to its file")
+    kept = {"checkpoint": checkpoint or resume, "resumed": resume is not None}
+    settings = {"deadline_s": deadline, "seed": seed, **kept, **given}
+    if remote is not None and rollout is not None:
+        raise GraphError("--rollout needs an engine here, --remote has none", value=rollout, hint="give one of the two")
     with Interrupts() as interrupts:
         if remote is not None:
             result = asyncio.run(_run_remote(graph, remote, trace, settings, interrupts))
         else:
-            with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=max_batch) as engine:
-                from shoal.engine.aio import AsyncEngine
-
+            power = options.power(governor, joules, battery)
+            with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=max_batch, power=power) as engine:
                 interrupts.hold()
-                result = asyncio.run(_run(graph, AsyncEngine(engine), trace, settings, interrupts))
+                result = asyncio.run(_run_here(graph, engine, rollout, trace, settings, interrupts))
+                note(pace(engine))
     if as_json:
         print_json(_document(result))
     elif result.output is not None:
@@ -72,37 +88,59 @@ def run(
 async def _run_remote(
     graph: Graph, url: str, trace: Path | None, settings: dict[str, Any], interrupts: Interrupts
 ) -> GraphResult:
+    from shoal.agents import Trace
     from shoal.engine.remote import RemoteEngine
 
-    async with RemoteEngine(url) as engine:
-        interrupts.hold()
-        return await _run(graph, engine, trace, settings, interrupts)
+    with Trace(trace) as records:
+        async with RemoteEngine(url) as engine:
+            interrupts.hold()
+            return await _run(graph, engine, records, settings, interrupts)
+
+
+async def _run_here(
+    graph: Graph,
+    engine: Engine,
+    plan: str | None,
+    trace: Path | None,
+    settings: dict[str, Any],
+    interrupts: Interrupts,
+) -> GraphResult:
+    from shoal.agents import Rollout, Trace
+    from shoal.engine.aio import AsyncEngine
+
+    with Trace(trace) as records:
+        if engine.governor is not None:
+            engine.governor.listen(lambda decision: records.write(decision.record()))
+        if plan is None:
+            return await _run(graph, AsyncEngine(engine), records, settings, interrupts)
+        async with Rollout(AsyncEngine(engine), plan, trace=records) as both:
+            return await _run(graph, both, records, settings, interrupts)
 
 
 async def _run(
-    graph: Graph, engine: Any, trace: Path | None, settings: dict[str, Any], interrupts: Interrupts
+    graph: Graph, engine: Any, records: Trace, settings: dict[str, Any], interrupts: Interrupts
 ) -> GraphResult:
-    from shoal.agents import EventKind, Trace
+    from shoal.agents import EventKind
 
-    with Trace(trace) as records:
-        async with graph.start(engine, trace=records, **settings) as work:
-            watch = asyncio.create_task(_watch(work, interrupts))
-            try:
-                async for event in work:
-                    if event.kind is EventKind.ENDED and event.node is not None and event.outcome is not None:
-                        cause = f" ({event.outcome.cause})" if event.outcome.cause else ""
-                        note(printable(f"{work.now_ms / 1e3:7.2f} s  {event.node.id}: {event.outcome.state}{cause}"))
-            finally:
-                watch.cancel()
-            return await work.result()
+    async with graph.start(engine, trace=records, **settings) as work:
+        watch = asyncio.create_task(_watch(work, interrupts))
+        try:
+            async for event in work:
+                if event.kind is EventKind.ENDED and event.node is not None and event.outcome is not None:
+                    cause = f" ({event.outcome.cause})" if event.outcome.cause else ""
+                    note(printable(f"{work.now_ms / 1e3:7.2f} s  {event.node.id}: {event.outcome.state}{cause}"))
+        finally:
+            watch.cancel()
+        if work.checkpoint.error is not None:
+            print(describe(work.checkpoint.error), file=sys.stderr)
+        return await work.result()
 
 
 async def _watch(work: Run, interrupts: Interrupts) -> None:
-    """Cancel every node when Ctrl-C was pressed."""
+    """End the run when Ctrl-C was pressed; what has not ended is left to a resume."""
     while not interrupts.wanted:
         await asyncio.sleep(0.1)
-    for node in list(work.open):
-        work.cancel(node)
+    work.interrupt()
 
 
 def _document(result: GraphResult) -> dict[str, Any]:

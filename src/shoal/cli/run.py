@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli import options
-from shoal.cli.console import Interrupts, load_engine, note, printable
+from shoal.cli.console import Interrupts, load_engine, note, pace, printable
 from shoal.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -30,8 +30,12 @@ def run(
     frequency_penalty: Annotated[float, typer.Option(help="The same, for each time they were written.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the run repeatable.")] = None,
+    precision: options.Precision = options.PRECISION,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
+    governor: options.Governor = False,
+    joules: options.Joules = None,
+    battery: options.Battery = None,
 ) -> None:
     """Answer one prompt, printing tokens as they come. What it took goes to standard error."""
     from shoal.types import SamplingParams
@@ -51,12 +55,15 @@ def run(
     request = _request(_text(prompt), sampling, raw=raw)
     with Interrupts() as interrupts:
         note(f"loading {model}")
-        with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=1) as engine:
+        power = options.power(governor, joules, battery)
+        settings = {"precision": precision, "kv_memory": kv_memory, "threads": threads, "power": power}
+        with load_engine(model, max_batch=1, **settings) as engine:
             interrupts.hold()
             result = _stream(engine, request, interrupts)
+            paced = pace(engine)
     if result.error is not None:
         raise result.error
-    _report(result)
+    _report(result, paced)
     if interrupts.wanted:
         raise typer.Exit(130)
 
@@ -108,11 +115,12 @@ def _stream(engine: Engine, request: Request, interrupts: Interrupts) -> Result:
     return event.result
 
 
-def _report(result: Result) -> None:
+def _report(result: Result, paced: str) -> None:
     count = len(result.tokens)
     parts = [f"{result.prompt_tokens} prompt tokens", f"{count} tokens", str(result.finish_reason)]
     if result.ttft_s is not None:
         parts.append(f"first after {result.ttft_s:.2f} s")
         if count > 1:
             parts.append(f"{(count - 1) / max(result.latency_s - result.ttft_s, 1e-9):.0f} tok/s")
+    parts += [paced] if paced else []
     print(f"[{', '.join(parts)}]", file=sys.stderr)

@@ -36,8 +36,11 @@ class Screen(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def show(self, ended: list[Card]) -> None:
-        """Bring the screen up to date; `ended` are the cards that ended since the last call."""
+    def show(self, ended: list[Card], pace: str = "") -> None:
+        """Bring the screen up to date; `ended` are the cards that ended since the last call.
+
+        `pace` is what a governor does to them at the moment.
+        """
         ...
 
     def end(self) -> None:
@@ -71,7 +74,7 @@ class Silent:
     ) -> None:
         pass
 
-    def show(self, ended: list[Card]) -> None:
+    def show(self, ended: list[Card], pace: str = "") -> None:
         """Nothing."""
 
     def end(self) -> None:
@@ -85,9 +88,11 @@ class PlainScreen(Silent):
         super().__init__(model)
         self._work = work
         self._printed: set[str] = set()
+        self._pace = ""
 
-    def show(self, ended: list[Card]) -> None:
+    def show(self, ended: list[Card], pace: str = "") -> None:
         """Print the cards that ended."""
+        self._pace = pace or self._pace  # the last thing a governor did is told at the end
         for card in ended:
             self._printed.add(card.name)
             print(f"== {card.name} ({card_facts(card, time.perf_counter())})\n{card_text(card)}\n", flush=True)
@@ -95,7 +100,7 @@ class PlainScreen(Silent):
     def end(self) -> None:
         """Print what was aborted before it began, and the summary."""
         self.show([card for card in self._work.cards if card.name not in self._printed])
-        print(summary_line(self._work), flush=True)
+        print(_with(summary_line(self._work), self._pace), flush=True)
 
 
 class CardGrid:
@@ -108,6 +113,7 @@ class CardGrid:
         self._console = console
         self._work = work
         self._status = f"loading {model}"
+        self._pace = ""
         self._drawn: dict[tuple[str, int, int | None], list[list[Segment]]] = {}
         console.print(Text(printable(question), style="bold"))
         # Drawn by the loop that follows the swarm: a thread of its own would compete with the engine.
@@ -122,15 +128,16 @@ class CardGrid:
     ) -> None:
         self._live.stop()
 
-    def show(self, ended: list[Card]) -> None:  # noqa: ARG002 - all cards are drawn anew
+    def show(self, ended: list[Card], pace: str = "") -> None:  # noqa: ARG002 - all cards are drawn anew
         """Draw the next frame."""
-        self._status = summary_line(self._work, time.perf_counter())
+        self._pace = pace
+        self._status = _with(summary_line(self._work, time.perf_counter()), pace)
         self._live.update(self._cards(), refresh=True)
 
     def end(self) -> None:
         """Leave all cards in full on the screen, which may be more than fits it, and the summary."""
         self._live.stop()
-        self._status = summary_line(self._work)
+        self._status = _with(summary_line(self._work), self._pace)
         self._console.print(self._cards(whole=True))
 
     def _cards(self, *, whole: bool = False) -> Group:
@@ -239,3 +246,8 @@ def summary_line(work: Swarm, now: float | None = None) -> str:
     if summary.prefix_tokens:
         line += f", shared prefix {summary.prefix_tokens} tokens ({summary.cached_tokens} not computed again)"
     return line
+
+
+def _with(line: str, pace: str) -> str:
+    """The summary, and what a governor does."""
+    return f"{line}; {pace}" if pace else line

@@ -38,26 +38,32 @@ def serve(
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds of requests that bring none.")] = None,
     drain: Annotated[float, typer.Option(help="Seconds that requests may go on after a stop.", min=0)] = 20.0,
     cors: Annotated[list[str] | None, typer.Option(help="Allow this browser origin; may be given again.")] = None,
-    governor: Annotated[
-        bool, typer.Option("--governor", help="Slow down, defer and refuse by this machine's heat and battery.")
-    ] = False,
+    rollout: options.Rollout = None,
+    warmup: Annotated[bool, typer.Option(help="Run passes of representative shapes before taking calls.")] = True,
+    governor: options.Governor = False,
+    joules: options.Joules = None,
+    battery: options.Battery = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Put request bodies into the log.")] = False,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Serve browsers that know the server by this name; may be given again.")
     ] = None,
     runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
+    precision: options.Precision = options.PRECISION,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
 ) -> None:
     """Serve the OpenAI API: chat completions, completions, responses, models, metrics."""
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise BackendError("the server's packages are not installed", hint="pip install 'shoal[server]'")
+    from shoal.agents import Rollout
+    from shoal.engine.aio import AsyncEngine
     from shoal.models import Store
     from shoal.models.store import default_root
-    from shoal.power import Governor
+    from shoal.power import Governor, PowerPolicy
     from shoal.server import logs
     from shoal.server.config import ServerConfig, read_keys
-    from shoal.server.hub import ModelHub
+    from shoal.server.hub import ModelHub, local_candidate
+    from shoal.server.logs import DecisionLog
     from shoal.server.run import bind, make_server
 
     config = ServerConfig(
@@ -75,17 +81,24 @@ def serve(
     listening = bind(host, port)
 
     settings = {"max_batch": max_batch, "max_queue": max_queue, "runner": runner, "kv_memory": kv_memory}
-    settings |= {"threads": threads, "governor": Governor() if governor else None}
+    power = options.power(governor, joules, battery)
+    # One for all models that are switched to: a budget of joules does not begin anew.
+    paced = Governor(policy=PowerPolicy.of(power)) if power else None
+    settings |= {"precision": precision, "threads": threads, "warmup": warmup, "governor": paced}
 
     def load(name: str) -> Engine:
         return load_engine(name, **settings)
 
     note(f"loading {model}")
     engine = load(model)
+    note("" if engine.warmup_s is None else f"warmed up in {engine.warmup_s:.2f} s")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()  # what is loaded stays: walking it again and again holds up everybody for tens of milliseconds
     hub = ModelHub(load, model, engine, Store().info)  # clients switch among what is in the store, no further
+    if rollout is not None:
+        candidate = partial(local_candidate, governor=engine.governor)
+        hub.rollout = Rollout(AsyncEngine(engine), rollout, trace=DecisionLog(), load=candidate)
     make_server(hub, config, listening, partial(_tell_address, model, host)).run()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli import options
-from shoal.cli.console import Interrupts, describe, load_engine, print_json
+from shoal.cli.console import Interrupts, describe, load_engine, pace, print_json
 
 if TYPE_CHECKING:
     from shoal.agents.cards import Card
@@ -35,6 +35,9 @@ def swarm(
     ] = False,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
+    governor: options.Governor = False,
+    joules: options.Joules = None,
+    battery: options.Battery = None,
 ) -> None:
     """Ask one question of up to eight specialists at once; each card streams as its tokens appear."""
     with Interrupts() as interrupts:
@@ -44,12 +47,14 @@ def swarm(
         sampling = swarm_sampling(max_tokens, temperature, seed)
         work = Swarm(question, specialists(agents), sampling, serial=serial)
         with make_screen(question, model, work, quiet=as_json) as screen:
-            with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=agents) as engine:
+            settings = {"threads": threads, "max_batch": agents, "power": options.power(governor, joules, battery)}
+            with load_engine(model, kv_memory=kv_memory, **settings) as engine:
                 interrupts.hold()
                 asyncio.run(_follow(work, engine, screen, interrupts))
+                paced = engine.governor.describe() if engine.governor is not None else None
             screen.end()
     if as_json:
-        print_json(document(question, model, work))
+        print_json({**document(question, model, work), **({} if paced is None else {"power": paced})})
     _exit(work)
 
 
@@ -61,7 +66,8 @@ async def _follow(work: Swarm, engine: Engine, screen: Screen, interrupts: Inter
         if interrupts.wanted and not aborted:
             work.abort()
             aborted = True
-        screen.show(await work.pump(_FRAME_S))
+        ended = await work.pump(_FRAME_S)
+        screen.show(ended, pace(engine))
 
 
 def document(question: str, model: str, work: Swarm) -> dict[str, Any]:

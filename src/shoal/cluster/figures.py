@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.cluster.simulate import Machine, Simulation, policies
-from shoal.cluster.traffic import Agents, Tenants, Traffic
+from shoal.cluster.traffic import AgentTurns, TenantCalls, Traffic
 
 LOAD = 0.9  # of what replicas could do if every prefix were there
 AFFINITY = 1.3  # times the throughput of a router that only remembers
@@ -41,17 +41,17 @@ class Target:
         return self.value <= self.limit if self.most else self.value >= self.limit
 
 
-def tenants_of(machine: Machine, replicas: int, seed: int, calls: int | None = None, tenants: int = 150) -> Tenants:
+def tenants_of(machine: Machine, replicas: int, seed: int, calls: int | None = None, tenants: int = 150) -> TenantCalls:
     """The tenants' calls for so many replicas, at `LOAD` of what they can do."""
     output = 100
     seconds = (1200 * machine.prompt_ms + output * (machine.step_ms / 8 + machine.row_ms)) / 1e3
     count = replicas * _CALLS.get(replicas, 100) if calls is None else calls
-    return Tenants(count, LOAD * replicas / seconds, machine.block_size, tenants=tenants, output=output, seed=seed)
+    return TenantCalls(count, LOAD * replicas / seconds, machine.block_size, tenants=tenants, output=output, seed=seed)
 
 
-def agents_of(machine: Machine, replicas: int, seed: int) -> Agents:
-    """Agents of 40 turns, twelve a replica and 512 at most."""
-    return Agents(min(12 * replicas, 512), 20.0, machine.block_size, seed=seed)
+def agents_of(machine: Machine, replicas: int, seed: int) -> AgentTurns:
+    """AgentTurns of 40 turns, twelve a replica and 512 at most."""
+    return AgentTurns(min(12 * replicas, 512), 20.0, machine.block_size, seed=seed)
 
 
 def simulate(

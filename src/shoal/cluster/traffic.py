@@ -38,7 +38,7 @@ class Traffic(ABC):
         return None
 
 
-class Tenants(Traffic):
+class TenantCalls(Traffic):
     """`tenants` prefixes, all as popular; calls at `rate` a second, each a prefix with a question of its own."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Tenants(Traffic):
             yield now, Arrival(number, prompt, self.output, hashes)
 
 
-class Agents(Traffic):
+class AgentTurns(Traffic):
     """`agents` conversations of `turns` turns over the tenants' prefixes; each turn's prompt is all that was before.
 
     They begin one after another within `spread_s`; between two turns a tool takes `pause_s` on the average.

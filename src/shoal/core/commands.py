@@ -122,6 +122,13 @@ class Defer:
 
 
 @dataclass(frozen=True, slots=True)
+class SetMaxRunning:
+    """Let at most `count` sequences run together from here on; those that run go on."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetMaxStall:
     """Change the stall bound for the steps to come."""
 
@@ -140,5 +147,6 @@ Command: TypeAlias = (
     | CancelExpectation
     | PreemptAll
     | Defer
+    | SetMaxRunning
     | SetMaxStall
 )

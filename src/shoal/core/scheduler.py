@@ -17,11 +17,14 @@ from shoal.core.commands import (
     Fail,
     PreemptAll,
     Schedule,
+    SetMaxRunning,
     SetMaxStall,
     Share,
     Unpin,
 )
 from shoal.core.deadlines import Deadlines
+from shoal.core.draft import Drafter, why_not
+from shoal.core.keeping import Keeping
 from shoal.core.kv import KVCacheManager
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
@@ -47,15 +50,21 @@ class Scheduler:
         """`log` is told of every command before it is carried out."""
         self.spec = spec
         self.config = config
+        self.max_running = config.max_batch  # fewer while a governor holds the batch narrow
         self.kv = KVCacheManager(spec, config)
         self.queue = WaitingQueue(config.ageing_s)
         self.pacer = Pacer(config.max_stall_ms)
         self.running: list[Sequence] = []  # in the order of admission
         self.pinned: dict[SeqId, list[BlockId]] = {}  # blocks held for prefixes, by the sequence that computed them
         self.preemptions = 0
+        self.drafted = 0  # tokens that were tried, and of these the ones that were right
+        self.accepted = 0
+        self._drafter = Drafter() if config.speculation and why_not(spec) is None else None
         self._by_id: dict[SeqId, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
+        self._keeping = Keeping(self.kv.tree.eviction, self.kv.pool.total)
+        self._now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
         self._rows = 0  # of logits that a step may still give to sequences that are scored
@@ -88,6 +97,8 @@ class Scheduler:
                 self._preempt_all(drop_cached=command.drop_cached)
             case Defer():
                 self.queue.deferring = command.deferring
+            case SetMaxRunning():
+                self.max_running = command.count
             case SetMaxStall():
                 self.pacer.max_stall_ms = command.ms
         return None
@@ -153,12 +164,17 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason, error: ShoalError | None = None) -> None:
         """The only way out: leave queue or batch, free what was held, and say so once."""
+        if seq.spec.keep_s and self.config.prefix_sharing and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            hashes = self.kv.tree.path_hashes(self.kv.tree_tokens(seq), seq.spec.namespace)
+            self._keeping.keep(hashes, self._now + seq.spec.keep_s)
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:
             self.queue.remove(seq)
             self.kv.withdraw(seq)
         seq.status = Status.FINISHED
+        if self._drafter is not None:
+            self._drafter.leave(seq)
         self.queue.leave(seq)
         del self._by_id[seq.seq_id]
         self._ended.append(Ended(seq, reason, error))
@@ -206,6 +222,7 @@ class Scheduler:
         if len(self.queue):
             self._make_room(now)
         planned: list[ScheduledSequence] = []
+        decoding: list[Sequence] = []
         in_order = sorted(self.running, key=_urgency)
         chain, size = self._chain(in_order), self.kv.block_size
         ahead = chain - 1 + self.spec.lookahead
@@ -216,6 +233,7 @@ class Scheduler:
             needed = len(tokens) + min(ahead, max(seq.remaining - 1, 0))  # never blocks that it cannot write
             if len(seq.blocks) * size >= needed or self._ensure(seq, needed):
                 want, top = seq.want
+                decoding.append(seq)
                 planned.append(
                     ScheduledSequence(seq.seq_id, (tokens[-1],), seq.computed, seq.table, want, 1, None, None, top)
                 )
@@ -230,10 +248,49 @@ class Scheduler:
             copies = self._admit(now, planned, budget)
         if not planned:
             return None
+        if len(planned) > decodes or (self._drafter is not None and self._draft(decoding, planned)):
+            chain = 1
         self._step += 1
-        return StepPlan(self._step, tuple(planned), tuple(copies), chain if len(planned) == decodes else 1)
+        return StepPlan(self._step, tuple(planned), tuple(copies), chain)
+
+    def _draft(self, decoding: list[Sequence], planned: list[ScheduledSequence]) -> bool:
+        """Let a step that only decodes try tokens behind the last ones, where that pays; True when it does.
+
+        Blocks for them are those that nobody else may need soon: nothing is preempted for a draft.
+        """
+        drafter, pacer, kv = self._drafter, self.pacer, self.kv
+        if drafter is None or not pacer.times.known:
+            return False
+        most = min(self._rows, self.config.max_step_tokens) - len(decoding)
+        spare = max(kv.available - len(self.running), 0)
+        rows = []
+        for seq in decoding:
+            room = (len(seq.blocks) + spare) * kv.block_size - len(seq.tokens)
+            rows.append((seq, min(self.spec.max_rows - 1, seq.remaining - 1, room)))
+        counts = drafter.choose(rows, most, pacer.most_ms, pacer.times)
+        found = False
+        for place, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
+            draft = seq.draft
+            if count == 0 or draft is None:
+                continue
+            have = len(seq.blocks)
+            if kv.blocks_for(len(seq.tokens) + count) - have > spare:  # others drafted into what was spare
+                count = have * kv.block_size - len(seq.tokens)
+            if count <= 0 or not kv.grow(seq, len(seq.tokens) + count):
+                continue
+            spare -= len(seq.blocks) - have
+            item = planned[place]
+            tokens = (*item.tokens, *draft.source.tokens[draft.at : draft.at + count])
+            want, top = (Want.LOGITS, 0) if item.want is Want.TOP else (item.want, item.top)
+            planned[place] = item._replace(
+                tokens=tokens, block_table=seq.table, want=want, top=top, generated=len(tokens), rows=len(tokens)
+            )
+            found = True
+        return found
 
     def _expire(self, now: float) -> None:
+        self._now = now
+        self._keeping.expire(now)
         for seq in self._deadlines.due(now):
             self._end(seq, FinishReason.TIMEOUT)
 
@@ -245,7 +302,7 @@ class Scheduler:
             if first is None or first.rank >= victim.aged_rank:
                 return
             needed = self.kv.blocks_for(len(first.tokens) + 1)
-            if len(self.running) < self.config.max_batch and needed <= self.kv.available:
+            if len(self.running) < self.max_running and needed <= self.kv.available:
                 return
             self._preempt(victim)
 
@@ -318,7 +375,7 @@ class Scheduler:
 
     def _next_to_join(self, now: float) -> Sequence | None:
         """The first in line that need not wait for a leader's blocks, if a row is free; looks at a bounded number."""
-        if len(self.running) >= self.config.max_batch or not len(self.queue):
+        if len(self.running) >= self.max_running or not len(self.queue):
             return None
         for looked, seq in enumerate(self.queue.candidates(now)):
             if looked >= 8 * self.config.max_batch:
@@ -397,6 +454,8 @@ class Scheduler:
 
     def _commit(self, command: Commit) -> None:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
+        decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
+        self._now = command.now
         decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)
@@ -407,6 +466,8 @@ class Scheduler:
             if seq.copy_source is not None:
                 self.kv.copied(seq)
             decoding = seq.decoding
+            drafts = item.tokens[1:] if decoding else ()
+            fed -= len(drafts)
             seq.computed += fed
             seq.computed_tokens += fed
             self.queue.serve(seq, fed)
@@ -418,12 +479,19 @@ class Scheduler:
             outcome = outcomes.get(item.seq_id)
             if outcome is not None:
                 seq.write(outcome, chain)
+                if drafts:
+                    right = seq.judge(drafts)
+                    self.queue.serve(seq, right)
+                    drafted += len(drafts)
+                    self.accepted += right
+                if self._drafter is not None and seq.spec.sampling.speculate:
+                    self._drafter.follow(seq)
                 if outcome.finish is not None:
                     self._end(seq, outcome.finish)
                 elif decoding and seq.computed // self.kv.block_size > seq.indexed:
                     self.kv.index(seq, tail=False)
-        if chain == 1:
-            self.pacer.observe(decodes, chunked, command.ms)
+        self.drafted += drafted
+        self.pacer.observe(decodes, chunked, command.ms / chain, drafted)
         self._expire(command.now)
 
     def _filled(self, seq: Sequence) -> None:

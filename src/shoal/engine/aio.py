@@ -6,8 +6,8 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from shoal.runners.plan import ModelSpec
 from shoal.types import EngineStats, Event, Namespace, Priority, Report, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
+    from shoal.models.files import Progress
     from shoal.power.governor import Governor
 
 
@@ -38,7 +39,7 @@ class AsyncFace(ABC):
         """Facts about the model; known inside `async with`."""
 
     @abstractmethod
-    def generate(self, request: Request) -> AsyncIterator[Event]:
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
 
     @abstractmethod
@@ -51,9 +52,10 @@ class AsyncFace(ABC):
 
     async def complete(self, request: Request) -> Result:
         """Run one request to its end."""
-        async for event in self.generate(request):
-            if event.result is not None:
-                return event.result
+        async with aclosing(self.generate(request)) as events:  # it is over when this returns, not when it is collected
+            async for event in events:
+                if event.result is not None:
+                    return event.result
         raise AssertionError("a request ended without a result")
 
     async def __aenter__(self) -> Self:
@@ -85,12 +87,16 @@ class AsyncEngine(AsyncFace):
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
+        progress: Progress | None = None,
+        warmup: bool = False,
         **settings: Unpack[Settings],
     ) -> Self:
         """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
         waiting = cls.__new__(cls)
         waiting._loaded = None
-        waiting._load = partial(Engine.load, model, state=state, governor=governor, **settings)
+        waiting._load = partial(
+            Engine.load, model, state=state, governor=governor, progress=progress, warmup=warmup, **settings
+        )
         waiting._outbox = None
         return waiting
 
@@ -111,7 +117,7 @@ class AsyncEngine(AsyncFace):
         """Facts about the loaded model."""
         return self.engine.spec
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one request as they come; the last has the result. Raises as `Engine.submit`."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         put = self._sink(events.put_nowait)

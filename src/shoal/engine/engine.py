@@ -31,6 +31,7 @@ from shoal.runners.plan import ModelSpec
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
 
 if TYPE_CHECKING:
+    from shoal.models.files import Progress
     from shoal.power.governor import Governor
 
 log = logging.getLogger("shoal.engine")
@@ -54,13 +55,17 @@ class Engine:
         *,
         governor: Governor | None = None,
     ) -> None:
-        """`make_runner` is called on the engine's thread; what it raises is raised here. `governor` sets its pace."""
+        """`make_runner` is called on the engine's thread; what it raises is raised here.
+
+        `governor` sets its pace, before the setting `power` does.
+        """
         self.config = config or EngineConfig()
         self.codec = codec
-        self.governor = governor
+        self.governor = governor if governor is not None else _governor(self.config)
         self.failure: BaseException | None = None
+        self.warmup_s: float | None = None
         self._mailbox = Mailbox()
-        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
+        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor)
         self._lock = threading.Lock()
         # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
         self._sinks: dict[str, tuple[Sink, int]] = {}
@@ -86,27 +91,37 @@ class Engine:
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
+        progress: Progress | None = None,
+        warmup: bool = False,
         **settings: Unpack[Settings],
     ) -> Self:
         """Load a model by name, path or hub id, fetching it first if need be. Settings as `EngineConfig`.
 
         `state` is a directory that `save` wrote: its pinned prefixes are computed again and its requests go on; they
-        are in `restored_prefixes` and `restored_handles`. `governor` slows the engine when the machine is hot.
+        are in `restored_prefixes` and `restored_handles`. `governor` is one that several engines share, or that has
+        sensors of its own; the setting `power` makes one for this engine alone.
+        `warmup` runs passes of representative shapes before it returns; `warmup_s` says how long they took.
+        `progress` is called with what takes long ("download", "unpack", "pack"), bytes done and bytes in all.
         Raises `ConfigError`, any `ModelError`, `BackendError`.
         """
         from shoal.engine.loading import open_model
 
         config = EngineConfig.of(**settings)
-        opened = open_model(model, config)
+        opened = open_model(model, config, progress=progress)
         engine = cls(opened.make_runner, opened.codec, config, governor=governor)
-        if state is not None:
-            from shoal.engine.state import restore
+        try:
+            if warmup:
+                from shoal.engine.warmup import warm_up
 
-            try:
+                engine.warmup_s = warm_up(engine)
+                log.info("warmed up in %.2f s", engine.warmup_s)
+            if state is not None:
+                from shoal.engine.state import restore
+
                 restore(engine, Path(state))
-            except BaseException:
-                engine.close()
-                raise
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     # -- asking for text ----------------------------------------------------------------------------------------
@@ -479,6 +494,15 @@ class Engine:
         """The pass that runs may never return: end everything without it. Called on the watchdog's thread."""
         self.failure = error
         self._end_all(error, FinishReason.ERROR)
+
+
+def _governor(config: EngineConfig) -> Governor | None:
+    """The governor that the settings ask for, over the sensors of this machine."""
+    if config.power is False:
+        return None
+    from shoal.power import Governor, PowerPolicy  # here: most engines have none
+
+    return Governor(policy=PowerPolicy.of(config.power))
 
 
 def _cannot_fork(what: str, name: str) -> InvalidRequestError:

@@ -11,7 +11,7 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.aio import AsyncFace
@@ -94,7 +94,7 @@ class RemoteEngine(AsyncFace):
             raise EngineClosedError("the server has not been asked yet", hint="use `async with` first")
         return self._spec
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one request as they come; the last has the result. Raises as `AsyncEngine.generate`."""
         if self._closed:
             raise EngineClosedError("the engine is closed", hint="make it again")

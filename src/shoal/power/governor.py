@@ -13,14 +13,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from shoal.errors import ConfigError, PowerLimitError
+from shoal.names import did_you_mean
 from shoal.power.readings import Level, Reading, Sensor, Unit, level_of
-from shoal.power.sensors import find_sensors
+from shoal.power.sensors import BATTERY, find_sensors
 
 log = logging.getLogger("shoal.power")
 
@@ -42,7 +43,9 @@ class PowerPolicy:
     refused with `PowerLimitError`. (None: never.) hold_s: how long the sensors must be better before the governor goes
     down one level; it goes up at once. sample_s: how often the sensors are read. joules: the most energy in any
     `window_s` seconds (None: no budget): fair begins at 60 % of it, serious at 80 %, critical where it is used up, and
-    from half of it on the engine computes the less the less is left.
+    from half of it on the engine computes the less the less is left. battery: the percentages left, unplugged, at which
+    fair, serious and critical begin, for the battery that the governor finds itself. batch: the share of `max_batch`
+    that may run at each level (None: as wide as ever, the better way: see docs/power.md); what runs already goes on.
     """
 
     duty: tuple[float, float, float, float] = (1.0, 0.75, 0.4, 0.1)
@@ -54,6 +57,8 @@ class PowerPolicy:
     sample_s: float = 0.5
     joules: float | None = None
     window_s: float = 60.0
+    battery: tuple[float, float, float] = BATTERY
+    batch: tuple[float, float, float, float] | None = None
 
     def __post_init__(self) -> None:
         duty = tuple(self.duty)
@@ -61,10 +66,46 @@ class PowerPolicy:
         if len(duty) != len(Level) or not falling or not all(0 < share <= 1 for share in duty):
             raise _wrong("duty", self.duty, "four shares above 0 and up to 1, none above the one before")
         object.__setattr__(self, "duty", duty)
+        if self.batch is not None:
+            batch = tuple(self.batch)
+            falling = all(a >= b for a, b in itertools.pairwise(batch))
+            if len(batch) != len(Level) or not falling or not all(0 < share <= 1 for share in batch):
+                raise _wrong("batch", self.batch, "four shares above 0 and up to 1, none above the one before")
+            object.__setattr__(self, "batch", batch)
+        for name in ("defer_from", "refuse_from"):
+            object.__setattr__(self, name, _level(name, getattr(self, name)))
+        battery = tuple(self.battery)
+        if len(battery) != 3 or not 100 >= battery[0] >= battery[1] >= battery[2] >= 0:
+            raise _wrong("battery", self.battery, "three percentages from 100 to 0, none above the one before")
+        object.__setattr__(self, "battery", battery)
         for name in ("max_pause_s", "max_defer_s", "hold_s", "sample_s", "window_s", "joules"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise _wrong(name, value, "above 0")
+
+    @classmethod
+    def of(cls, fields_given: bool | Mapping[str, Any]) -> Self:
+        """A policy from the setting `power` of an engine. ConfigError names an unknown field and the nearest one."""
+        given = {} if isinstance(fields_given, bool) else dict(fields_given)
+        known = [each.name for each in fields(cls)]
+        for name in given:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"unknown field {name!r} of a power policy", value=name, limit=known, hint=hint)
+        try:
+            return cls(**given)
+        except TypeError as error:  # a text where numbers belong
+            raise ConfigError(f"the power policy is wrong: {error}", value=given, hint="see PowerPolicy") from error
+
+
+def _level(name: str, value: object) -> Level | None:
+    """A level as it is, or from its name."""
+    if value is None or isinstance(value, Level):
+        return value
+    found = {str(level): level for level in Level}.get(str(value))
+    if found is None:
+        raise _wrong(name, value, f"one of {', '.join(map(str, Level))}, or None")
+    return found
 
 
 def _wrong(name: str, value: object, limit: str) -> ConfigError:
@@ -123,7 +164,7 @@ class Governor:
     ) -> None:
         """Without `sensors`, those of this machine. ConfigError for a budget of joules where none counts energy."""
         self.policy = policy or PowerPolicy()
-        self.sensors = list(find_sensors() if sensors is None else sensors)
+        self.sensors = list(find_sensors(battery=self.policy.battery) if sensors is None else sensors)
         self.level = Level.NOMINAL
         self.deferring = False  # requests of priority low are to stay in the queue
         self._clock = clock
@@ -163,6 +204,26 @@ class Governor:
         """The share of time the model may compute now."""
         return min(self.policy.duty[self.level], self._budget_duty)
 
+    def most_running(self, max_batch: int) -> int:
+        """How many of `max_batch` sequences may run together now."""
+        shares = self.policy.batch
+        return max_batch if shares is None else max(1, round(max_batch * shares[self.level]))
+
+    @property
+    def cause(self) -> str:
+        """Why the machine is at its level: the reading that led there; empty where all is well."""
+        return "" if self.level is Level.NOMINAL and self.duty == 1.0 else str(self._worst or _NOTHING)
+
+    @property
+    def summary(self) -> str:
+        """What it does to requests now, in a line for people; empty while it does nothing."""
+        if self.level is Level.NOMINAL and self.duty == 1.0:
+            return ""
+        parts = [f"{self.duty:.0%} speed"]
+        parts += ["background agents wait"] if self.deferring else []
+        parts += ["new requests are refused"] if self.refusing else []
+        return f"power {self.level}: {', '.join(parts)} ({self.cause})"
+
     def admit(self, request_id: str | None) -> None:
         """Raise `PowerLimitError` when new requests are refused at this level, and note it."""
         if not self.refusing:
@@ -199,12 +260,18 @@ class Governor:
         with self._kept_lock:
             self._listeners = [known for known in self._listeners if known is not listener]
 
+    def state(self) -> dict[str, Any]:
+        """The level, what that does to requests, and why: ready for JSON."""
+        cause = self.cause
+        sensor = self._worst.sensor if cause and self._worst is not None else ""
+        state = {"level": str(self.level), "duty": self.duty, "cause": cause, "sensor": sensor}
+        return {**state, "summary": self.summary, "deferring": self.deferring, "refusing": self.refusing}
+
     def describe(self) -> dict[str, Any]:
-        """Level, readings and the latest decisions, ready for JSON."""
+        """The state, the readings and the latest decisions, ready for JSON."""
         readings = [{**asdict(reading), "level": str(reading.level)} for reading in self._readings]
-        state = {"level": str(self.level), "duty": self.duty, "deferring": self.deferring}
         latest = [decision.record() for decision in self.decisions[-20:]]
-        return {**state, "refusing": self.refusing, "readings": readings, "decisions": latest}
+        return {**self.state(), "readings": readings, "decisions": latest}
 
     def _decide(self, action: Action, cause: str, reading: Reading | None = None, request_id: str = "") -> None:
         decision = Decision(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from shoal.errors import SensorError
-from shoal.power.readings import Level, Reading, Unit, level_of
+from shoal.power.readings import AskedNowAndThen, Level, Reading, Unit, level_of
 
 SYSFS = Path("/sys")
 _NO_TRIPS = (80.0, 90.0, 97.0)  # where a zone names no critical temperature; CPUs throttle at 95 to 105 °C
@@ -132,6 +133,30 @@ class PlatformProfile:
         if profile is None:
             raise SensorError("the firmware has no power profiles", value=str(self._file))
         low = profile in ("low-power", "quiet")
+        return Reading(self.name, float(low), Unit.NONE, Level.FAIR if low else Level.NOMINAL, detail=profile)
+
+
+class PowerProfiles(AskedNowAndThen):
+    """The profile that a desktop's power menu asks of power-profiles-daemon (or tuned, which speaks for it).
+
+    The firmware's own switch (`PlatformProfile`) is only there on some laptops; this one is on every machine with the
+    daemon.
+    """
+
+    name = "power profiles"
+    command = ("powerprofilesctl", "get")
+
+    def __init__(self) -> None:
+        if shutil.which(self.command[0]) is None:
+            raise SensorError("power-profiles-daemon is not installed", value=self.command[0])
+        super().__init__()
+
+    def understand(self, told: str) -> Reading:
+        """1 and fair while the user has asked to save power."""
+        profile = told.strip()
+        if not profile:
+            raise SensorError("power-profiles-daemon tells no profile", value=told)
+        low = profile == "power-saver"
         return Reading(self.name, float(low), Unit.NONE, Level.FAIR if low else Level.NOMINAL, detail=profile)
 
 

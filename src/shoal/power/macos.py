@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
-import time
 
 from shoal.errors import SensorError
-from shoal.power.readings import Level, Reading, Unit
+from shoal.power.readings import AskedNowAndThen, Level, Reading, Unit
 
 _KEY = b"com.apple.system.thermalpressurelevel"
 _WORDS = ("nominal", "moderate", "heavy", "trapping", "sleeping")  # OSThermalPressureLevel on macOS, 0 to 4
 _LEVELS = (Level.NOMINAL, Level.FAIR, Level.SERIOUS, Level.CRITICAL, Level.CRITICAL)
-_COMMAND_TIMEOUT_S = 2.0
-_ASK_EVERY_S = 30.0
 
 
 class ThermalPressure:
@@ -48,33 +44,19 @@ def pressure(state: int) -> Reading:
     return Reading(ThermalPressure.name, state, Unit.NONE, _LEVELS[known], detail=_WORDS[known])
 
 
-class LowPowerMode:
-    """Whether the user has switched low-power mode on. `pmset` tells, a process of its own: asked now and then."""
+class LowPowerMode(AskedNowAndThen):
+    """Whether the user has switched low-power mode on; `pmset` tells."""
 
     name = "low-power mode"
+    command = ("/usr/bin/pmset", "-g")
 
     def __init__(self) -> None:
         _only_macos()
-        self._asked_at = time.monotonic()
-        self._last = self._ask()
+        super().__init__()
 
-    def read(self) -> Reading:
-        """1 and fair when it is on; up to half a minute old."""
-        now = time.monotonic()
-        if now - self._asked_at >= _ASK_EVERY_S:
-            self._asked_at = now
-            self._last = self._ask()
-        return self._last
-
-    @staticmethod
-    def _ask() -> Reading:
-        try:
-            told = subprocess.run(
-                ["/usr/bin/pmset", "-g"], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise SensorError(f"pmset cannot be asked: {error}") from error
-        return low_power(told.stdout)
+    def understand(self, told: str) -> Reading:
+        """1 and fair when it is on."""
+        return low_power(told)
 
 
 def low_power(told: str) -> Reading:

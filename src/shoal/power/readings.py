@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Protocol
+
+from shoal.errors import SensorError
+
+_COMMAND_TIMEOUT_S = 2.0
+_ASK_EVERY_S = 30.0
 
 
 class Level(IntEnum):
@@ -60,6 +68,41 @@ class Sensor(Protocol):
     def read(self) -> Reading:
         """The value of now."""
         ...
+
+
+class AskedNowAndThen:
+    """A sensor behind a command of the system, which is a process of its own: asked at most twice a minute.
+
+    A subclass has a `name` and `command`, and makes a reading of what that prints in `understand`.
+    """
+
+    name = ""
+    command: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._asked_at = time.monotonic()
+        self._last = self._ask()
+
+    def read(self) -> Reading:
+        """What the command said last; up to half a minute old."""
+        now = time.monotonic()
+        if now - self._asked_at >= _ASK_EVERY_S:
+            self._asked_at = now
+            self._last = self._ask()
+        return self._last
+
+    def understand(self, told: str) -> Reading:
+        """The reading of what the command prints. SensorError when it does not tell."""
+        raise NotImplementedError
+
+    def _ask(self) -> Reading:
+        try:
+            told = subprocess.run(
+                list(self.command), capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SensorError(f"{Path(self.command[0]).name} cannot be asked: {error}") from error
+        return self.understand(told.stdout)
 
 
 def level_of(value: float, limits: tuple[float, float, float]) -> Level:

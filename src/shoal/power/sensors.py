@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import SensorError
-from shoal.power.linux import SYSFS, PlatformProfile, Rapl, ThermalZones, ThrottleCounters
+from shoal.power.linux import SYSFS, PlatformProfile, PowerProfiles, Rapl, ThermalZones, ThrottleCounters
 from shoal.power.macos import LowPowerMode, ThermalPressure
 from shoal.power.nvml import Nvml
 from shoal.power.readings import Level, Reading, Sensor, Unit, level_of
+from shoal.power.windows import BatterySaver
+
+BATTERY = (20.0, 10.0, 5.0)  # percent left, unplugged, at which fair, serious and critical begin
 
 
 class Battery:
-    """Charge while no power comes in: fair from 20 % on down, serious from 10 %, critical from 5 %."""
+    """Charge while no power comes in. `limits`: at which percentages fair, serious and critical begin, going down."""
 
     name = "battery"
 
-    def __init__(self) -> None:
+    def __init__(self, limits: tuple[float, float, float] = BATTERY) -> None:
+        fair, serious, critical = limits
+        self._limits = (-fair, -serious, -critical)
         self.read()
 
     def read(self) -> Reading:
@@ -29,7 +34,7 @@ class Battery:
         if told is None:
             raise SensorError("there is no battery")
         plugged = told.power_plugged is not False  # None: it does not know
-        level = Level.NOMINAL if plugged else level_of(-told.percent, (-20.0, -10.0, -5.0))
+        level = Level.NOMINAL if plugged else level_of(-told.percent, self._limits)
         return Reading(self.name, told.percent, Unit.PERCENT, level, detail="plugged in" if plugged else "on battery")
 
 
@@ -64,10 +69,10 @@ class Found:
     why: str = ""
 
 
-def survey(root: Path = SYSFS) -> list[Found]:
+def survey(root: Path = SYSFS, battery: tuple[float, float, float] = BATTERY) -> list[Found]:
     """Every kind of sensor that is known, and whether this machine lets this user read it. Starts nothing.
 
-    `root` is where the tree of `/sys` begins.
+    `root` is where the tree of `/sys` begins; `battery` are the limits of `Battery`.
     """
     kinds: tuple[tuple[str, Callable[[], Sensor]], ...] = (
         (ThermalPressure.name, ThermalPressure),
@@ -76,8 +81,10 @@ def survey(root: Path = SYSFS) -> list[Found]:
         (ThrottleCounters.name, lambda: ThrottleCounters(root)),
         (Rapl.name, lambda: Rapl(root)),
         (PlatformProfile.name, lambda: PlatformProfile(root)),
+        (PowerProfiles.name, PowerProfiles),
+        (BatterySaver.name, BatterySaver),
         (Nvml.name, Nvml),
-        (Battery.name, Battery),
+        (Battery.name, lambda: Battery(battery)),
     )
     found = []
     for name, make in kinds:
@@ -89,6 +96,6 @@ def survey(root: Path = SYSFS) -> list[Found]:
     return found
 
 
-def find_sensors(root: Path = SYSFS) -> list[Sensor]:
+def find_sensors(root: Path = SYSFS, battery: tuple[float, float, float] = BATTERY) -> list[Sensor]:
     """The sensors that can be read here; there may be none, in a container say."""
-    return [found.sensor for found in survey(root) if found.sensor is not None]
+    return [found.sensor for found in survey(root, battery) if found.sensor is not None]

@@ -22,6 +22,7 @@ from shoal import __version__
 from shoal.engine.engine import Engine
 from shoal.engine.loading import ModelCodec
 from shoal.errors import ShoalError
+from shoal.processes import process_mb
 from shoal.server.anthropic.messages import count_tokens, messages
 from shoal.server.anthropic.schemas import CountRequest, MessagesRequest
 from shoal.server.block_events import block_events
@@ -31,7 +32,6 @@ from shoal.server.errors import ANTHROPIC, ApiError, bad_request, from_shoal, fr
 from shoal.server.gate import Gate
 from shoal.server.generation import Api
 from shoal.server.hub import ModelHub, stored_models
-from shoal.server.logs import memory_mb
 from shoal.server.metrics import Metrics
 from shoal.server.openai.chat import chat_completions
 from shoal.server.openai.completions import completions
@@ -112,6 +112,7 @@ def create_app(
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - the framework's face
+        await hub.open()
         yield
         await hub.close()
 
@@ -283,10 +284,13 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
         healthy, state = api.hub.health()
         served = api.hub.served
         told: dict[str, Any] = {"healthy": healthy, **state, "uptime_s": round(time.time() - started, 3)}
-        told["memory_mb"] = memory_mb()
+        told["process_mb"] = process_mb()
+        if api.hub.rollout is not None:
+            told["rollout"] = api.hub.rollout.describe()
         if served is not None:
             engine = served.engine.stats()
             told["calls"] = served.leases
+            told["warmup_s"] = served.engine.warmup_s
             if served.engine.governor is not None:
                 told["power"] = served.engine.governor.describe()
             told["engine"] = {**dataclasses.asdict(engine), "hit_rate": engine.hit_rate}

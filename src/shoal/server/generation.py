@@ -12,7 +12,8 @@ from starlette.types import Receive
 
 from shoal.engine.aio import Outbox
 from shoal.engine.handles import Handle
-from shoal.errors import ShoalError
+from shoal.errors import RequestError, ShoalError
+from shoal.processes import kv_mb
 from shoal.sampling.sampler import derive_seed
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request, from_result, from_shoal
@@ -47,6 +48,7 @@ class Call:
         self._written = 0
         self._released = False
         self._names: Mapping[str, str] = {}
+        self._requests: dict[int, Request] = {}  # kept while something is on trial: the other side may answer them too
 
     def submit(self, prepare: Prepare, names: Mapping[str, str]) -> None:
         """Prepare and submit all requests; on a worker thread, for templates, tokenizers and grammars take a while."""
@@ -55,6 +57,8 @@ class Call:
         engine.on_step_start(outbox.wake)
         try:
             for index, request in enumerate(prepare(self.served)):
+                if self.served.ride is not None:
+                    self._requests[index] = request
                 handle = engine.submit(request, sink=outbox.sink(partial(self._receive, index)))
                 self._handles.append(handle)
                 if self._closed:
@@ -91,6 +95,8 @@ class Call:
 
     def _note(self, index: int, result: Result) -> None:
         self.results[index] = result
+        if self.served.ride is not None:
+            self.served.ride.ended(self._requests[index], result, result.latency_s)
         self._api.metrics.count_generation(result)
         error = (
             None
@@ -143,8 +149,20 @@ class Call:
             generated_tokens=self._written,
             prefix_tokens=cached,
             cache_hit=cached > 0,
+            kv_mb=kv_mb(self.served.engine.spec.kv_bytes_per_token, self._added()),
             finish=[*(str(r.finish_reason) for r in results), *["aborted"] * left],
         )
+
+    def note_refusal(self, cause: BaseException | None) -> None:
+        """The engine refused the call: counted where something is on trial, unless the fault is the caller's."""
+        ride = self.served.ride
+        if ride is not None and isinstance(cause, ShoalError) and not isinstance(cause, RequestError):
+            ride.failed(cause, 0.0)
+
+    def _added(self) -> int:
+        """Tokens whose KV this call's generations added: what they found cached is somebody else's."""
+        prompts = sum(len(handle.prompt_tokens) for handle in self._handles)
+        return prompts + self._written - sum(r.cached_tokens for r in self.results.values())
 
     def check_complete(self) -> None:
         """ApiError when the client went away before the end: for the log and the counters, no client reads it."""
@@ -189,8 +207,8 @@ class Api:
 
     async def open(self, http: HttpRequest, body: Common, prepare: Prepare, names: Mapping[str, str]) -> Call:
         """Submit the requests of a call. ApiError when they cannot be served."""
-        call = Call(self, self.hub.acquire(body.model), http)
         task, agent = body.agent()
+        call = Call(self, self.hub.acquire(body.model, task or http.scope["state"]["record"]["request_id"]), http)
         call.record.update(task_id=task, agent_id=agent)
         body.of_caller(self.caller(http))
         if self.config.log_prompts:
@@ -199,7 +217,8 @@ class Api:
             await asyncio.to_thread(call.submit, prepare, names)
             if body.note is not None:
                 call.record["note"] = body.note
-        except BaseException:
+        except BaseException as error:
+            call.note_refusal(error.__cause__)
             call.abort()
             call.close()
             raise
@@ -213,6 +232,7 @@ class Api:
             priority=body.priority_class(),
             deadline_s=body.timeout if body.timeout is not None else self.config.request_timeout_s,
             namespace=body.namespace(),
+            group=body.task_id or "",
         )
 
     def check_count(self, count: int, param: str) -> None:

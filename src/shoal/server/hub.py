@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from shoal.engine.aio import AsyncEngine
 from shoal.engine.engine import Engine
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.models.store import Store, StoredModel
 from shoal.server.errors import ApiError, unavailable
+
+if TYPE_CHECKING:
+    from shoal.agents.rollout.rollout import Rollout
+    from shoal.agents.rollout.trial import Ride
+    from shoal.power import Governor
 
 Load = Callable[[str], Engine]
 
@@ -24,6 +30,8 @@ class Served:
     engine: Engine
     since: float = field(default_factory=time.time)
     leases: int = 0
+    ride: Ride | None = None  # of one call, while a second configuration is on trial
+    of: Served | None = None  # what such a call holds a lease of
 
 
 class ModelHub:
@@ -51,10 +59,20 @@ class ModelHub:
         self._last_error: str | None = None
         self._lock = asyncio.Lock()
         self._released = asyncio.Event()
+        self.rollout: Rollout | None = None  # given before `open`
         self.closing: list[Callable[[], Awaitable[None]]] = []  # called last when the hub closes
 
-    def acquire(self, model: str | None) -> Served:
-        """A lease on the served model. ApiError: 404 when `model` is another one, 503 when none is usable."""
+    async def open(self) -> None:
+        """Begin the rollout, if there is one; raises as `Rollout` does."""
+        if self.rollout is not None:
+            await self.rollout.__aenter__()
+            self.closing.append(self.rollout.close)
+
+    def acquire(self, model: str | None, task: str | None = None) -> Served:
+        """A lease on the served model. ApiError: 404 when `model` is another one, 503 when none is usable.
+
+        With a `task` it may be the candidate of a rollout that serves in its place.
+        """
         if self.stopping:
             raise unavailable("the server is stopping", "server_stopping")
         if self._switching is not None:
@@ -72,11 +90,17 @@ class ModelHub:
         if served.engine.failure is not None:
             raise unavailable(f"the engine has failed: {served.engine.failure}", "engine_unavailable")
         served.leases += 1
-        return served
+        if task is None or self.rollout is None:
+            return served
+        ride = self.rollout.take(task)
+        assert isinstance(ride.engine, AsyncEngine)  # `local_candidate` loads no other
+        return Served(served.name, ride.engine.engine, served.since, ride=ride, of=served)
 
     def release(self, served: Served) -> None:
         """Give a lease back."""
-        served.leases -= 1
+        if served.ride is not None:
+            served.ride.leave()
+        (served.of or served).leases -= 1
         self._released.set()
 
     @property
@@ -106,6 +130,7 @@ class ModelHub:
         before = self.served
         if before is not None and before.name == name and before.engine.failure is None and not before.engine.closed:
             return before
+        self._refuse_switch()
         if self._check is not None and name not in self._known:
             await asyncio.to_thread(self._check, name)
         async with _Turn(self, name):
@@ -119,11 +144,17 @@ class ModelHub:
                 raise
 
     async def unload(self, drain_s: float) -> str | None:
-        """Free the served model; gives its name."""
+        """Free the served model; gives its name. ApiError 409 while something is on trial beside it."""
+        self._refuse_switch()
         async with _Turn(self, "none"):
             name = self.served.name if self.served else None
             await self._close(drain_s)
             return name
+
+    def _refuse_switch(self) -> None:
+        if self.rollout is not None:
+            message = "this server was started with --rollout: its model stays, the plan says what is tried beside it"
+            raise ApiError(409, message, code="rollout")
 
     async def _open(self, name: str) -> Served:
         engine = await asyncio.to_thread(self._load, name)
@@ -196,6 +227,14 @@ class _Turn:
     async def __aexit__(self, *error: object) -> None:
         self._hub.begin_switch(None)
         self._hub.lock.release()
+
+
+def local_candidate(settings: Mapping[str, Any], governor: Governor | None) -> AsyncEngine:
+    """The candidate of a rollout on a server: an engine in this process. ConfigError for one elsewhere."""
+    if "base_url" in settings:
+        hint = "give it a model; for a share of a server's calls a proxy in front of both is the place"
+        raise ConfigError("a server's candidate must run in its process", value=settings["base_url"], hint=hint)
+    return AsyncEngine.load(**settings, governor=governor)
 
 
 def stored_models() -> list[StoredModel]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
+from shoal.agents.trace.trace import Trace
+from shoal.processes import process_mb
 
 logger = logging.getLogger("shoal.server")
-_process = psutil.Process(os.getpid())
 
 
 class JsonFormatter(logging.Formatter):
@@ -31,15 +31,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(document, default=str, ensure_ascii=False)
 
 
-def memory_mb() -> float:
-    """What this process holds."""
-    return round(float(_process.memory_info().rss) / 1e6, 1)
-
-
 def log_call(fields: dict[str, Any]) -> None:
     """Note one call that has ended."""
     if logger.isEnabledFor(logging.INFO):
-        logger.info("call", extra={"fields": {**fields, "memory_mb": memory_mb()}})
+        logger.info("call", extra={"fields": {**fields, "process_mb": process_mb()}})
+
+
+class DecisionLog(Trace):
+    """A trace whose records are lines of the log: a server that runs for months keeps none of them."""
+
+    def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Log a record."""
+        told = dict(record)
+        logger.info("decision", extra={"fields": told})
+        return told
 
 
 def configure(level: int = logging.INFO) -> None:

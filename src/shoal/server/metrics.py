@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shoal.server.logs import memory_mb
+from shoal.processes import process_mb
 from shoal.types import FinishReason, Result
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _EngineGauges(Collector):
         """Gauges of now, counters since the model was loaded."""
         healthy, _ = self._hub.health()
         yield GaugeMetricFamily("shoal_up", "1 when requests can be served.", value=float(healthy))
-        yield GaugeMetricFamily("shoal_process_memory_bytes", "Resident memory.", value=memory_mb() * 1e6)
+        yield GaugeMetricFamily("shoal_process_memory_bytes", "Resident memory.", value=process_mb() * 1e6)
         served = self._hub.served
         if served is None:
             return
@@ -98,6 +98,10 @@ def _power(governor: Governor | None) -> Iterator[Metric]:
     levels = GaugeMetricFamily("shoal_power_level", "1 for the level the machine is at.", labels=["level"])
     levels.add_metric([state["level"]], 1.0)
     yield levels
+    cause = GaugeMetricFamily("shoal_power_cause", "1 for the sensor behind a level above nominal.", labels=["sensor"])
+    if state["sensor"]:
+        cause.add_metric([state["sensor"]], 1.0)
+    yield cause
     yield GaugeMetricFamily("shoal_power_duty", "Share of the time that the engine works.", value=state["duty"])
     for name in ("deferring", "refusing"):
         yield GaugeMetricFamily(f"shoal_power_{name}", f"1 while the governor is {name}.", value=float(state[name]))

@@ -50,7 +50,8 @@ class Server(uvicorn.Server):
         await super().serve(sockets or [self._listening])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say on which port."""
+        """Start, and say on which port. Raises as `ModelHub.open`."""
+        await self._hub.open()
         await super().startup(sockets)
         if self.started:
             self._ready(self.servers[0].sockets[0].getsockname()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -10,9 +11,9 @@ from typing import Any
 
 from shoal.agents.build.policy import Default, FailRun, Fallback, Policy, Retry, Skip, fail
 from shoal.agents.build.schema import Schema, schema_of
-from shoal.checks import is_number
+from shoal.checks import is_number, is_whole
 from shoal.errors import GraphError
-from shoal.types import Priority, SamplingParams
+from shoal.types import Namespace, Priority, SamplingParams
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # it goes into HTTP headers
 _PATH = r"[A-Za-z_][\w-]*(?:\.\w+)*"
@@ -30,7 +31,8 @@ class Agent:
     on, in braces: `{question}`, `{planner.sections}`, and `{item}` in a map; `{{a}}` is the text `{a}`, so that a word
     may stand in braces. With a `schema` (a dataclass, a pydantic
     model, a JSON schema) its output is held to that and parsed. `timeout_s` bounds one attempt, from when it joins the
-    batch; `deadline_s` the whole node, waiting and retries included, from when its inputs are there.
+    batch; `deadline_s` the whole node, waiting and retries included, from when its inputs are there. A `private` agent
+    shares prefixes only with itself, within one `version` of it; others share inside the graph's namespace.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Agent:
     timeout_s: float | None = None
     deadline_s: float | None = None
     on_failure: Policy = fail
+    private: bool = False
+    version: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -56,6 +60,10 @@ class Agent:
         if self.priority not in tuple(Priority):
             raise _wrong("priority", self.priority, f"one of {', '.join(Priority)}")
         object.__setattr__(self, "priority", Priority(self.priority))
+        if not isinstance(self.private, bool):
+            raise _wrong("private", self.private, "true or false")
+        if not is_whole(self.version, 0) or (self.version and not self.private):
+            raise _wrong("version", self.version, "0 or more, and 0 for an agent that is not private")
         for name in ("timeout_s", "deadline_s"):
             check_seconds(name, getattr(self, name))
         if not isinstance(self.on_failure, FailRun | Skip | Default | Fallback | Retry):
@@ -67,6 +75,12 @@ class Agent:
     def output(self) -> Schema | None:
         """The schema of what it writes; None for plain text."""
         return None if self.schema is None else schema_of(self.schema)
+
+    def namespace(self, common: Namespace, task_id: str) -> Namespace:
+        """Where its prefixes are shared: in the graph's namespace, or in one of its own."""
+        if not self.private:
+            return common
+        return Namespace(common.task or task_id, json.dumps([common.agent, self.name]), self.version)
 
     @property
     def cost(self) -> int:

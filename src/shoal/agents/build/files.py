@@ -29,7 +29,8 @@ from shoal.names import did_you_mean
 from shoal.types import Namespace, SamplingParams
 
 _GRAPH = ("name", "shared", "deadline_s", "reserve_s", "namespace", "nodes")
-_AGENT = ("task", "role", "schema", "sampling", "priority", "timeout_s", "deadline_s", "on_failure")
+_PLAIN = ("task", "role", "schema", "sampling", "priority", "timeout_s", "deadline_s", "private", "version")
+_AGENT = (*_PLAIN, "on_failure")
 _KINDS = ("map", "reduce", "loop", "branch")
 _NODE = ("after", "continues", *_KINDS)
 _TAGS = {

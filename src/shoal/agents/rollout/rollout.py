@@ -16,51 +16,28 @@ import hashlib
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from shoal.agents.rollout.compare import Judge, Tally, TrialComparison, similarity
+from shoal.agents.rollout.compare import Judge, TrialComparison, similarity
 from shoal.agents.rollout.plan import RolloutPlan, read_plan
+from shoal.agents.rollout.trial import OpenableEngine, Ride, Trial
 from shoal.agents.run.engines import AgentEngine, LocalEngine
 from shoal.agents.trace.trace import Trace
 from shoal.engine.aio import AsyncEngine
 from shoal.engine.batch import Prompt
 from shoal.engine.handles import Expectation
 from shoal.engine.remote import RemoteEngine
-from shoal.errors import EngineClosedError, ShoalError
+from shoal.errors import EngineClosedError, InvalidRequestError, ShoalError
 from shoal.runners.plan import ModelSpec
 from shoal.types import Event, FinishReason, Namespace, Priority, Request, Result
 
 _TASKS = 10_000  # tasks whose side is remembered
+_PROBE = "Read 1,234 words; naïve 漢字 <|im_start|>"  # texts that vocabularies split each in its own way
 _SHADOWS = 4  # answers compared at a time; more are not compared
-
-
-class OpenableEngine(AgentEngine, Protocol):
-    """An engine that `async with` opens and closes: `AsyncEngine`, `RemoteEngine`, or your own."""
-
-    async def __aenter__(self) -> Any:
-        """Load it."""
-        ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End what is in flight and free it."""
-        ...
-
-
-class _Trial:
-    """A candidate that is loaded, the plan it is on trial by, and how it does."""
-
-    def __init__(self, engine: OpenableEngine, plan: RolloutPlan) -> None:
-        self.engine = engine
-        self.settings = dict(plan.candidate)
-        self.comparison = TrialComparison(plan)
-        self.in_flight = 0
-        self.quiet = asyncio.Event()
 
 
 class Rollout:
@@ -89,8 +66,9 @@ class Rollout:
         self._judge = judge
         self._load = load or self._load_candidate
         self._plan: RolloutPlan | None = None
-        self._trial: _Trial | None = None
+        self._trial: Trial | None = None
         self._told_unreadable: str | None = None
+        self._problem: str | None = None  # why nothing is on trial though the plan says so
         self._sides: OrderedDict[str, bool] = OrderedDict()
         self._unnamed = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,46 +102,50 @@ class Rollout:
         trial = self._trial
         share = self._plan.share if self._plan is not None and trial is not None else 0.0
         numbers = trial.comparison.describe() if trial is not None else {}
-        return {"share": share, "settings": None if trial is None else trial.settings, **numbers}
+        told = {"share": share, "settings": None if trial is None else trial.settings, "problem": self._problem}
+        return {**told, **numbers}
 
     # -- the face of an engine ----------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one request from its task's side; the last has the result. Raises as that engine does."""
-        task = self._task_of(request)
-        trial = self._trial if self._on_trial(task) else None
-        engine = self.stable if trial is None else trial.engine
-        comparison = self._trial.comparison if self._trial is not None else None
-        tally = None if comparison is None else comparison.stable if trial is None else comparison.candidate
+        ride = self.take(self._task_of(request))
         began, over = time.perf_counter(), False
-        if trial is not None:
-            trial.in_flight += 1
         try:
-            async with aclosing(engine.generate(_fit(request, engine))) as events:  # type: ignore[type-var]
+            async with aclosing(ride.engine.generate(_fit(request, ride.engine))) as events:  # type: ignore[type-var]
                 async for event in events:
                     if event.result is not None:
                         over = True
-                        self._ended(request, event.result, time.perf_counter() - began, trial, tally)
+                        ride.ended(request, event.result, time.perf_counter() - began)
                     yield event
         except ShoalError as error:
-            self._count(trial, tally, False, time.perf_counter() - began)
-            if trial is self._trial is not None and isinstance(error, EngineClosedError):
-                self._roll_back(f"the candidate has failed: {error}")
+            ride.failed(error, time.perf_counter() - began)
             raise
         except (asyncio.CancelledError, GeneratorExit):  # the caller gave up: a failure once it is too late
             if not over and request.deadline_s is not None and time.perf_counter() - began >= request.deadline_s:
-                self._count(trial, tally, False, time.perf_counter() - began)
+                ride.failed(None, time.perf_counter() - began)
             raise
         finally:
-            if trial is not None:
-                trial.in_flight -= 1
-                trial.quiet.set()
+            ride.leave()
+
+    def take(self, task: str) -> Ride:
+        """The side of a task for one call, on the event loop: for callers that submit to the engine themselves.
+
+        They tell the ride how their requests ended, and leave it when the call is over.
+        """
+        current = self._trial
+        trial = current if self._on_trial(task) else None
+        engine = self.stable if trial is None else trial.engine
+        comparison = None if current is None else current.comparison
+        tally = None if comparison is None else comparison.stable if trial is None else comparison.candidate
+        return Ride(engine, trial, tally, self._ended, self._failed)
 
     async def complete(self, request: Request) -> Result:
         """Run one request to its end."""
-        async for event in self.generate(request):
-            if event.result is not None:
-                return event.result
+        async with aclosing(self.generate(request)) as events:  # it is over when this returns, not when it is collected
+            async for event in events:
+                if event.result is not None:
+                    return event.result
         raise AssertionError("a request ended without a result")
 
     async def expect(
@@ -226,26 +208,30 @@ class Rollout:
 
     # -- how they do --------------------------------------------------------------------------------------------
 
-    def _ended(
-        self, request: Request, result: Result, seconds: float, trial: _Trial | None, tally: Tally | None
-    ) -> None:
+    def _ended(self, ride: Ride, request: Request, result: Result, seconds: float) -> None:
         if result.finish_reason is FinishReason.ABORTED:  # the caller's doing
             return
+        trial = ride.trial
         ok = result.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        self._count(trial, tally, ok, seconds)
+        self._count(ride, ok, seconds)
         if ok and trial is not None and trial is self._trial:
             plan = trial.comparison.plan
             if self._shadows < _SHADOWS and fraction(f"{result.id}/{result.seed}") < plan.compare:
                 self._shadows += 1
                 self._spawn(self._compare(trial, request, result))
 
-    def _count(self, trial: _Trial | None, tally: Tally | None, ok: bool, seconds: float) -> None:
-        if tally is None:
-            return
-        tally.add(ok, seconds)
-        self._judge_trial(trial)
+    def _failed(self, ride: Ride, error: ShoalError | None, seconds: float) -> None:
+        self._count(ride, False, seconds)
+        if ride.trial is self._trial is not None and isinstance(error, EngineClosedError):
+            self._roll_back(f"the candidate has failed: {error}")
 
-    def _judge_trial(self, trial: _Trial | None) -> None:
+    def _count(self, ride: Ride, ok: bool, seconds: float) -> None:
+        if ride.tally is None:
+            return
+        ride.tally.add(ok, seconds)
+        self._judge_trial(ride.trial)
+
+    def _judge_trial(self, trial: Trial | None) -> None:
         """Roll back when the candidate is worse by more than its margin."""
         current = self._trial
         if current is None or (trial is not None and trial is not current):
@@ -258,15 +244,18 @@ class Rollout:
         assert self._trial is not None
         numbers = self._trial.comparison.describe()
         numbers["candidate"] |= {"settings": self._trial.settings}
+        self._problem = f"rolled back: {cause}"
         self._decide("rollback", cause=cause, **numbers)
         self._retire()
 
-    async def _compare(self, trial: _Trial, request: Request, result: Result) -> None:
+    async def _compare(self, trial: Trial, request: Request, result: Result) -> None:
         """Let the stable engine answer the same, in the background, and see how far the two agree."""
         sampling = dataclasses.replace(request.sampling, seed=result.seed)
         changes: dict[str, Any] = {"id": None, "priority": Priority.LOW, "deadline_s": None, "timeout_s": None}
         again = dataclasses.replace(request, sampling=sampling, **changes)
         try:
+            if request.prompt_tokens is not None and not _read_alike(self.stable, trial.engine):
+                raise InvalidRequestError("the two models have different vocabularies", param="prompt_tokens")
             async with aclosing(self.stable.generate(again)) as events:  # type: ignore[type-var]
                 ends = [event.result async for event in events if event.result is not None]
         except ShoalError as error:
@@ -301,6 +290,7 @@ class Rollout:
         """Begin a trial by a new plan; the candidate that is loaded is kept if it is the same."""
         before, self._plan = self._trial, plan
         self._sides.clear()
+        self._problem = None
         if plan.share == 0:
             self._decide("stop", cause="the plan's share is 0")
             self._retire()
@@ -314,9 +304,10 @@ class Rollout:
             engine = self._load(plan.candidate)
             await engine.__aenter__()
         except ShoalError as error:
+            self._problem = str(error)
             self._decide("not_loaded", candidate=dict(plan.candidate), cause=str(error))
             return
-        self._trial = _Trial(engine, plan)
+        self._trial = Trial(engine, plan)
         self._decide("begin", share=plan.share, candidate=dict(plan.candidate))
 
     def _retire(self) -> None:
@@ -324,7 +315,7 @@ class Rollout:
         trial, self._trial = self._trial, None
         self._sides.clear()
         if trial is not None:
-            self._spawn(_close_when_quiet(trial))
+            self._spawn(trial.close_when_quiet())
 
     def _load_candidate(self, settings: Mapping[str, Any]) -> OpenableEngine:
         if "base_url" in settings:
@@ -339,13 +330,15 @@ class Rollout:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _close_when_quiet(trial: _Trial) -> None:
-    try:
-        while trial.in_flight:
-            trial.quiet.clear()
-            await trial.quiet.wait()
-    finally:
-        await trial.engine.__aexit__(None, None, None)
+def _read_alike(stable: OpenableEngine, candidate: OpenableEngine) -> bool:
+    """Whether token ids mean the same text to both."""
+    if not (isinstance(stable, AsyncEngine) and isinstance(candidate, AsyncEngine)):
+        return False
+    ours, theirs = stable.engine.codec, candidate.engine.codec
+    if ours is None or theirs is None:
+        return ours is theirs and stable.spec.vocab_size == candidate.spec.vocab_size
+    same = ours.encode(_PROBE, add_special=True) == theirs.encode(_PROBE, add_special=True)
+    return same and ours.eos_ids == theirs.eos_ids
 
 
 def _fit(request: Request, engine: AgentEngine) -> Request:

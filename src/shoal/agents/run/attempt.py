@@ -18,7 +18,16 @@ from shoal.agents.run.engines import leaving
 from shoal.agents.run.events import EventKind, GraphEvent, Outcome, State
 from shoal.agents.run.prompts import MissingInputError, PendingInputError, layout_of
 from shoal.agents.trace.trace import Attempt
-from shoal.errors import GraphError, PowerLimitError, QueueFullError, RunnerError, ShoalError
+from shoal.errors import (
+    CheckpointError,
+    EngineClosedError,
+    GraphError,
+    PowerLimitError,
+    QueueFullError,
+    RunnerError,
+    ShoalError,
+)
+from shoal.processes import kv_mb, process_mb
 from shoal.sampling.sampler import derive_seed
 from shoal.types import FinishReason, Message, Priority, Request, Result, SamplingParams
 
@@ -129,10 +138,11 @@ async def _attempt(run: Run, node: Node, agent: Agent, messages: list[Message], 
         deadline_s=None if patience == math.inf else patience,
         timeout_s=agent.timeout_s if run.local else None,
         group=run.task_id,
-        namespace=run.graph.namespace,
+        namespace=agent.namespace(run.graph.namespace, run.task_id),
         critical_path=run.critical_path(node),
     )
     key = key_of(request)
+    ending: ShoalError | None = None
     try:
         async with asyncio.timeout(None if patience == math.inf else patience + _GRACE_S):
             same = await run.memo.known(key)
@@ -142,16 +152,22 @@ async def _attempt(run: Run, node: Node, agent: Agent, messages: list[Message], 
                         log.take(event.text, len(event.tokens), event.result)
             else:
                 log.repeat(same)
+        ending = None if log.result is None else log.result.error
         tried = _judge(agent, log.result, limit)
     except TimeoutError:
         tried = _late(agent, limit)
     except (PowerLimitError, QueueFullError) as error:
         tried = Tried(cause=str(error), outcome="failed", again=True, pause_s=error.retry_after_s)
+    except CheckpointError:
+        raise
     except ShoalError as error:
+        ending = error
         tried = Tried(cause=str(error), outcome="failed", again=isinstance(error, RunnerError))
     except asyncio.CancelledError:
         log.end("cancelled", "the node was cancelled")
         raise
+    if isinstance(ending, EngineClosedError):
+        run.checkpoint.close()  # the nodes do not fail by themselves: what follows is left to a resume
     log.end(tried.outcome, tried.cause)
     return tried
 
@@ -256,7 +272,8 @@ class _Log:
             queue_ms=_ms(queue_ms),
             ttft_ms=_ms(ttft_ms),
             latency_ms=round(now - self._began, 3),
-            memory_mb=round(kv * (prompt + generated) / 1e6, 6) if kv and self._same is None else None,
+            kv_mb=kv_mb(kv, prompt + generated - cached) if kv and self._same is None else None,
+            process_mb=process_mb() if run.local else None,
             outcome=outcome,
             cause=cause,
             agent=self._agent.name,

@@ -155,7 +155,8 @@ class PrefixKeeper:
             self._keep(node, layout.beginnings(), run.distance(node), compute=look.writing)
 
     def _keep(self, node: Node | None, prompts: Sequence[Sequence[Message]], steps: int, *, compute: bool) -> None:
-        key = f"{compute}{prompts!r}"
+        whose = node.agents[0].name if node is not None and node.agents[0].private else ""
+        key = f"{compute}{whose}{prompts!r}"
         if self._of.get(node) == key:
             return
         kept = self._kept.get(key)
@@ -171,8 +172,11 @@ class PrefixKeeper:
     ) -> Expectation | None:
         run, begin = self._run, time.perf_counter()
         try:
+            space = run.graph.namespace
+            if node is not None:
+                space = node.agents[0].namespace(space, run.task_id)
             expectation = await self._engine.expect(
-                prompts, steps=steps, compute=compute, namespace=run.graph.namespace, group=run.task_id
+                prompts, steps=steps, compute=compute, namespace=space, group=run.task_id
             )
         except ShoalError:  # a hint failed; the requests themselves will tell why
             return None

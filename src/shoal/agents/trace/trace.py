@@ -24,7 +24,9 @@ class Attempt:
 
     `cache_hit` says that at least one token came from the prefix tree, `prefix_tokens` how many. `queue_ms`,
     `ttft_ms` and `latency_ms` count from submission; None where it never came to that, or a remote engine does not
-    tell. `memory_mb` is the KV of its tokens (10**6 bytes; None where the engine does not tell). `outcome` is ok,
+    tell. `kv_mb` is the KV that it added, without what it found cached: a shared block counts once, with whoever
+    computed it; `process_mb` is what this process held at the end (10**6 bytes; None where the engine does not tell, or
+    is not in this process). The log of a server means the same by both. `outcome` is ok,
     failed, invalid (the output does not fit the schema), timeout or cancelled, and `cause` says why it is not ok, or
     which identical call it was answered by.
     """
@@ -39,7 +41,8 @@ class Attempt:
     queue_ms: float | None
     ttft_ms: float | None
     latency_ms: float
-    memory_mb: float | None
+    kv_mb: float | None
+    process_mb: float | None
     outcome: str
     cause: str | None
     agent: str

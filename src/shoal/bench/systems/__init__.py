@@ -31,6 +31,7 @@ KINDS = {
     "shoal-http": Kind("http", "ShoalServer", "shoal, over HTTP", tells_logits=False),
     "shoal-agents": Kind("agents", "Agents", "shoal", tells_logits=False),
     "llama": Kind("llama", "LlamaCpp", "llama.cpp", ("q8",), peer=True),
+    "ik": Kind("ik", "IkLlamaCpp", "ik_llama.cpp", peer=True),
     "llama-server": Kind("http", "LlamaServer", "llama-server", ("q8",), peer=True, tells_logits=False),
     "genai": Kind("genai", "GenAI", "OpenVINO GenAI", ("q8",), peer=True),
     "mlx": Kind("mlx", "MlxLm", "mlx-lm", peer=True),

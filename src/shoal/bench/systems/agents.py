@@ -98,7 +98,7 @@ class _Heard:
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """As the engine's."""
         trace = TokenTimes(time.perf_counter())
-        async with aclosing(self.engine.generate(request)) as events:  # type: ignore[type-var]
+        async with aclosing(self.engine.generate(request)) as events:
             async for event in events:
                 trace.add(event.tokens, time.perf_counter())
                 if event.result is not None:

@@ -43,18 +43,15 @@ class LlamaCpp:
     VARIANTS: ClassVar[dict[str, str]] = {"": "slots, as its server", "copied": "trunk copied by hand"}
 
     def __init__(self, source: Measured) -> None:
-        import llama_cpp
-
-        self._api: Any = llama_cpp
+        api = self._api = self.load_api()
         self._source = source
-        _be_quiet(llama_cpp)
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        self._model = llama_cpp.llama_model_load_from_file(str(source.path).encode(), params)
+        _be_quiet(api)
+        api.llama_backend_init()
+        self._model = api.llama_model_load_from_file(str(source.path).encode(), self.model_params(api))
         if not self._model:
-            raise RunnerError(f"llama.cpp cannot load {source.path.name}", value=str(source.path))
-        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._batch = llama_cpp.llama_batch_init(_N_BATCH, 0, 1)
+            raise RunnerError(f"it cannot load {source.path.name}", value=str(source.path))
+        self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        self._batch = api.llama_batch_init(_N_BATCH, 0, 1)
         self._context: Any = None
         self._setup: Setup | None = None
         self._slots: list[_Slot] = []
@@ -65,6 +62,28 @@ class LlamaCpp:
         """Whether llama-cpp-python is here."""
         found = importlib.util.find_spec("llama_cpp") is not None
         return None if found else "llama-cpp-python is not installed"
+
+    @staticmethod
+    def load_api() -> Any:
+        """The library's functions."""
+        import llama_cpp
+
+        return llama_cpp
+
+    @staticmethod
+    def model_params(api: Any) -> Any:
+        """Its defaults."""
+        return api.llama_model_default_params()
+
+    def context_params(self, setup: Setup) -> Any:
+        """Its defaults."""
+        params = self._api.llama_context_default_params()
+        params.kv_unified = setup.variant == "copied"
+        return params
+
+    def version(self) -> dict[str, Any]:
+        """The bindings' version."""
+        return {"version": f"llama-cpp-python {metadata.version('llama-cpp-python')}"}
 
     @property
     def pid(self) -> int:
@@ -77,26 +96,25 @@ class LlamaCpp:
             return
         self._close_context()
         self._setup = setup
-        params = self._api.llama_context_default_params()
+        params = self.context_params(setup)
         params.n_ctx = setup.streams * setup.length
         params.n_batch, params.n_ubatch, params.n_seq_max = _N_BATCH, _N_UBATCH, setup.streams
         params.n_threads = params.n_threads_batch = self._source.threads
-        params.kv_unified = setup.variant == "copied"
         self._context = self._api.llama_init_from_model(self._model, params)
         if not self._context:
-            raise RunnerError("llama.cpp cannot make a context", value=params.n_ctx)
+            raise RunnerError("it cannot make a context", value=params.n_ctx)
 
     def describe(self) -> dict[str, Any]:
         """Version and settings."""
         info = self._api.llama_print_system_info().decode()
         return {
-            "version": f"llama-cpp-python {metadata.version('llama-cpp-python')}",
             "n_batch": _N_BATCH,
             "n_ubatch": _N_UBATCH,
             "n_threads": self._source.threads,
             "n_seq_max": "the level's streams",
             "kv": "f16, one stream of cache per sequence; unified where the trunk is copied",
             "flash_attn": "auto",
+            **self.version(),
             "sampling": "arg-max in numpy",
             "built": info.strip(),
         }

@@ -27,11 +27,14 @@ from shoal.types import Event, Request, Result, SamplingParams, StepRecord
 
 
 class Shoal:
-    """An `Engine`. `unshared` has prefix sharing off; `static` is a batch loop written by hand over its runner."""
+    """An `Engine`. `unshared` has prefix sharing off, `one` a single thread; `static` is a batch loop by
+    hand over its runner.
+    """
 
     VARIANTS: ClassVar[dict[str, str]] = {
         "": "prefix sharing on",
         "unshared": "prefix sharing off",
+        "one": "on one thread",
         "static": "static batch by hand over the same runner",
     }
 
@@ -59,7 +62,7 @@ class Shoal:
             "max_batch": setup.streams,
             "kv_memory": max(5 * setup.kv_bytes // 4, 512 << 20),
             "prefix_sharing": setup.variant != "unshared",
-            "threads": self._source.threads,
+            "threads": 1 if setup.variant == "one" else self._source.threads,
             "runner": self._source.options.get("runner", "auto"),
         }
         if settings == self._settings:

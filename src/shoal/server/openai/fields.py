@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -88,6 +89,10 @@ class Common(Strict):
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
     # Ours, and those that vLLM added to the API:
+    task_id: Annotated[str, Field(max_length=256)] | None = None
+    agent_id: Annotated[str, Field(max_length=256)] | None = None
+    agent_version: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    private: bool | None = None
     priority: Literal["high", "normal", "low"] | None = None
     timeout: Annotated[Finite, Field(gt=0, le=86_400)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
@@ -97,6 +102,14 @@ class Common(Strict):
 
     _unchecked: list[str] = PrivateAttr(default_factory=list)
     _caller: str = PrivateAttr("")
+
+    @model_validator(mode="after")
+    def _whose(self) -> Self:
+        if self.private and self.task_id is None and self.agent_id is None:
+            raise contradiction("private", "needs a task_id or an agent_id: whose prefixes are meant?")
+        if self.agent_version and not self.private and self.prompt_cache_key is None:
+            raise contradiction("agent_version", "needs private or a prompt_cache_key: a new version frees the old")
+        return self
 
     def note_unchecked(self, formats: Sequence[str]) -> None:
         """Remember formats of schemas that the answer is not held to; the answer's headers tell."""
@@ -118,17 +131,24 @@ class Common(Strict):
         return tiers.get(self.service_tier or "auto", Priority.NORMAL)
 
     def namespace(self) -> Namespace:
-        """Prefixes are shared only among calls with one `prompt_cache_key` and of one caller."""
-        return Namespace(task=self.prompt_cache_key or "", agent=self._caller)
+        """Prefixes are shared only among calls with one `prompt_cache_key` and of one caller.
+
+        With `private` also of one task and agent, and with `agent_version` of one version of them.
+        """
+        task, agent = self.prompt_cache_key or "", self._caller
+        if self.private:  # as JSON: no two different pairs look alike
+            task, agent = json.dumps([task, self.task_id]), json.dumps([agent, self.agent_id])
+        return Namespace(task=task, agent=agent, version=self.agent_version or 0)
 
     def of_caller(self, caller: str) -> None:
         """Say whose call it is: a name of the API key."""
         self._caller = caller
 
     def agent(self) -> tuple[str | None, str | None]:
-        """Task and agent for the log: from the metadata, or the fields nearest to it."""
+        """Task and agent: from their fields, the metadata, or the fields nearest to it."""
         told = self.metadata or {}
-        return told.get("task_id", self.prompt_cache_key), told.get("agent_id", self.user)
+        task = told.get("task_id", self.prompt_cache_key) if self.task_id is None else self.task_id
+        return task, told.get("agent_id", self.user) if self.agent_id is None else self.agent_id
 
     def sampling(self) -> dict[str, Any]:
         """Arguments for `SamplingParams`. Temperature is 1 unless given, as the API documents."""

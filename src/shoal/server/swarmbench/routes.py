@@ -68,6 +68,8 @@ def _page_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
             await _set_stall(served.engine, wanted)
             spec, engine = served.engine.spec, served.engine.stats()
             told["calls"] = served.leases
+            governor = served.engine.governor
+            told["power"] = None if governor is None else governor.state()
             told["engine"] = {
                 "runner": spec.runner,
                 "precision": spec.precision,

@@ -68,6 +68,9 @@ async function askServer() {
   showEngine(page);
   showState(page);
   connection(page.healthy ? "ok" : "waiting", page.healthy ? "connected" : page.status);
+  const paced = page.power?.summary ?? "";
+  $("power").hidden = !paced;
+  say($("power"), paced);
   if (page.history_error) banner(`Runs are not being saved: ${page.history_error}`, "bad");
   if (restarted) afterRestart().catch(complain);
   else if (wasLost) view.resume().catch(complain);
