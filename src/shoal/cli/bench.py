@@ -20,7 +20,9 @@ def bench(
     context: typer.Context,
     scenario: Annotated[
         str,
-        typer.Option(help="scaling, burst, staggered, fanout, mixed, agents, overhead, company, serve; both; all."),
+        typer.Option(
+            help="scaling, burst, staggered, fanout, mixed, agents, overhead, company, serve; both; all; speculation."
+        ),
     ] = "both",
     runs: Annotated[int, typer.Option(help="Runs of each level; of five or more the extremes are dropped.", min=1)] = 5,
     out: Annotated[Path | None, typer.Option(help="Write the result to this file too, after each level.")] = None,
@@ -58,7 +60,15 @@ def bench(
         if out is not None:
             out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
-    document = run_suite(wanted, {**machine_facts(), "versions": versions()}, command, _tell, save)
+    facts = {**machine_facts(), "versions": versions()}
+    if scenario == "speculation":
+        from shoal.bench.speculation import SpeculationBench, table
+
+        measured = SpeculationBench(model, runner, threads, _tell).run(1 if quick else runs)
+        _tell(table(measured))
+        document = {**measured, "command": command, "machine": facts}
+    else:
+        document = run_suite(wanted, facts, command, _tell, save)
     save(document)
     print(json.dumps(document), flush=True)
 

@@ -20,6 +20,7 @@ from shoal.core.commands import SetMaxStall
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
+from shoal.engine.feed import BlockFeed
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
 from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
@@ -81,6 +82,7 @@ class Engine:
         )
         self._thread.start()
         self._loop = started.result()
+        self.feed = BlockFeed(self._loop)
         self._watchdog.start()
 
     @classmethod
