@@ -41,6 +41,7 @@ class Settings(TypedDict, total=False):
     prefix_sharing: bool
     kv_host: int | str | None
     kv_cache: int | str | None
+    watch_memory: bool
     speculation: bool
     max_step_tokens: int
     max_stall_ms: float
@@ -69,7 +70,8 @@ class EngineConfig:
     prefix_memory: bytes of KV kept for prefixes that nobody uses at the moment (None: whatever is free).
     kv_host: bytes of KV kept in host memory beside that. kv_cache: bytes of KV kept on disk, below SHOAL_HOME, for
     later processes too; "auto" is a modest share of the disk where the runner can, and nothing where it cannot. Both
-    are off where None.
+    are off where None. watch_memory: where the machine is short of memory, give up KV that nobody uses, then make class
+    low wait, then refuse new requests (`docs/memory.md`).
     speculation: try tokens that are likely to come, where the model's runner keeps bits and where it pays; what is
     written stays the same (`docs/speculation.md`).
     max_step_tokens: the most tokens of one forward pass. max_stall_ms: the longest a running stream may wait for
@@ -95,6 +97,7 @@ class EngineConfig:
     prefix_sharing: bool = True
     kv_host: int | str | None = None
     kv_cache: int | str | None = None
+    watch_memory: bool = False
     speculation: bool = True
     max_step_tokens: int = 512
     max_stall_ms: float = 150.0
@@ -144,7 +147,7 @@ class EngineConfig:
             raise _out_of_range("runner_options", self.runner_options, "names of options with their values")
         if not isinstance(self.power, bool | Mapping):
             raise _out_of_range("power", self.power, "true, false, or fields of a power policy")
-        for name in ("prefix_sharing", "speculation", "pin_threads"):
+        for name in ("watch_memory", "prefix_sharing", "speculation", "pin_threads"):
             if not isinstance(getattr(self, name), bool):
                 raise _out_of_range(name, getattr(self, name), "true or false")
         if self.max_batch > self.max_step_tokens:

@@ -146,6 +146,18 @@ class PreemptAll:
 
 
 @dataclass(frozen=True, slots=True)
+class PreemptLow:
+    """Send what runs of class low back to the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCached:
+    """Keep KV that nobody holds, within its bounds; or, while memory is short, none at all."""
+
+    keeping: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Defer:
     """Let waiting sequences of class low join no more, or again; those that run go on."""
 
@@ -180,6 +192,8 @@ Command: TypeAlias = (
     | Restore
     | Forget
     | PreemptAll
+    | PreemptLow
+    | KeepCached
     | Defer
     | SetMaxRunning
     | SetMaxStall

@@ -39,11 +39,12 @@ class KVCacheManager:
         self.pool = BlockPool(spec.num_blocks)
         self.checkpoints = Checkpoints(spec.num_checkpoints) if spec.recurrent else None
         prefix_bytes = config.bytes_of("prefix_memory")
+        self._max_cached = None if prefix_bytes is None else prefix_bytes // spec.block_bytes
         self.tree = PrefixTree(
             self.pool,
             spec.block_size,
             copies_blocks=spec.copies_blocks,
-            max_cached=None if prefix_bytes is None else prefix_bytes // spec.block_bytes,
+            max_cached=self._max_cached,
             checkpoints=self.checkpoints,
         )
 
@@ -90,6 +91,8 @@ class KVCacheManager:
             return Restored()
         self.pool.hold(path)  # what is continued must not make room for it
         wanted = min(count - skipped, self.available - spare)
+        if self.tree.max_cached is not None:  # more would be evicted again before anybody joins
+            wanted = min(wanted, self.tree.max_cached - len(path))
         self.tree.evict(wanted - self.pool.num_free)
         blocks = [self.pool.take() for _ in range(max(0, min(wanted, self.pool.num_free)))]
         whole = [*path, *blocks]
@@ -239,6 +242,12 @@ class KVCacheManager:
         seq.blocks = []
         seq.blocks_changed()
         seq.indexed = seq.shared_blocks = 0
+
+    def keep_cached(self, keeping: bool) -> None:
+        """Keep what nobody holds as far as the settings allow, or not at all."""
+        self.tree.max_cached = self._max_cached if keeping else 0
+        if not keeping:
+            self.drop_cached()
 
     def drop_cached(self) -> None:
         """Evict everything that nobody holds."""

@@ -17,7 +17,9 @@ from shoal.core.commands import (
     Fail,
     Forget,
     Hold,
+    KeepCached,
     PreemptAll,
+    PreemptLow,
     Restore,
     Schedule,
     SetMaxRunning,
@@ -36,7 +38,7 @@ from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Ended, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
-from shoal.types import FinishReason, SamplingParams
+from shoal.types import FinishReason, Priority, SamplingParams
 
 _urgency = attrgetter("urgency")
 
@@ -105,6 +107,11 @@ class Scheduler:
                 self.kv.tree.forget(command.blocks)
             case PreemptAll():
                 self._preempt_all(drop_cached=command.drop_cached)
+            case PreemptLow():
+                for seq in [seq for seq in self.running if seq.spec.priority is Priority.LOW]:
+                    self._preempt(seq)
+            case KeepCached():
+                self.kv.keep_cached(command.keeping)
             case Defer():
                 self.queue.deferring = command.deferring
             case SetMaxRunning():

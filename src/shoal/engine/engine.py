@@ -25,6 +25,7 @@ from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
 from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
 from shoal.engine.mailbox import Mailbox, T
+from shoal.engine.pressure import MemoryWatch
 from shoal.engine.watchdog import Watchdog
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
 from shoal.runners.base import Runner
@@ -55,18 +56,20 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         governor: Governor | None = None,
+        memory: MemoryWatch | None = None,
     ) -> None:
         """`make_runner` is called on the engine's thread; what it raises is raised here.
 
-        `governor` sets its pace, before the setting `power` does.
+        `governor` sets its pace, in place of the setting `power`; `memory` stands in for what `watch_memory` makes.
         """
         self.config = config or EngineConfig()
         self.codec = codec
         self.governor = governor if governor is not None else _governor(self.config)
+        self.memory = memory if memory is not None else _memory_watch(self.config)
         self.failure: BaseException | None = None
         self.warmup_s: float | None = None
         self._mailbox = Mailbox()
-        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor)
+        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor, self.memory)
         self._lock = threading.Lock()
         # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
         self._sinks: dict[str, tuple[Sink, int]] = {}
@@ -195,6 +198,8 @@ class Engine:
 
     def _register(self, arriving: Sequence[PreparedRequest], sink: Sink | None) -> list[Handle]:
         """Name requests that are about to join: all or none. Refuses a name in use, a full queue, a closed engine."""
+        if self.memory is not None:
+            self.memory.admit()
         if self.governor is not None:
             for prepared in arriving:
                 self.governor.admit(prepared.spec.id)
@@ -454,8 +459,10 @@ class Engine:
             runner = make_runner()
             try:
                 inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
-                self._loop = StepLoop(runner, inputs, self.config, self.governor)
+                self._loop = StepLoop(runner, inputs, self.config, self.governor, memory=self.memory)
                 self._loop.wake = self._wake
+                if self.memory is not None:
+                    self.memory.on_change = self._wake
                 started.set_result(self._loop)
                 with contextlib.closing(self._loop):
                     self._serve(self._loop)
@@ -514,6 +521,15 @@ def _governor(config: EngineConfig) -> Governor | None:
     from shoal.power import Governor, PowerPolicy  # here: most engines have none
 
     return Governor(policy=PowerPolicy.of(config.power))
+
+
+def _memory_watch(config: EngineConfig) -> MemoryWatch | None:
+    """The watch over this machine's memory that the settings ask for."""
+    if not config.watch_memory:
+        return None
+    from shoal.power.memory import find_memory_sensors  # here: most engines have none
+
+    return MemoryWatch(find_memory_sensors())
 
 
 def _nothing() -> None:

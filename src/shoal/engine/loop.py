@@ -38,6 +38,7 @@ from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.kv.opening import open_tiers
 from shoal.engine.kv.tiering import Tiering
+from shoal.engine.pressure import MemoryWatch, Relief
 from shoal.engine.record import Recorder
 from shoal.engine.storm import StormWatch
 from shoal.errors import CallbackError, RunnerError, ShoalError
@@ -162,6 +163,7 @@ class StepLoop:
         config: EngineConfig,
         governor: Governor | None = None,
         *,
+        memory: MemoryWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
@@ -173,6 +175,7 @@ class StepLoop:
         self._recorder = None if config.record is None else Recorder(Path(config.record), runner.spec, config)
         self.scheduler = Scheduler(runner.spec, config, self._recorder)
         self.wake: Callable[[], None] = _do_nothing  # called on any thread when there may be something to do again
+        self.relief = None if memory is None else Relief(memory, self.scheduler, runner)
         self.tiering = open_tiers(runner, self.scheduler, config, lambda: self.wake())
         self._storm = StormWatch(runner.spec, config)
         self._chooser = RowChooser(runner.spec.vocab_size)
@@ -264,7 +267,9 @@ class StepLoop:
     def step(self) -> StepRecord | None:
         """Plan and run one step and tell the requests; None when there was nothing to compute."""
         tiering = self.tiering
-        if self.governor is not None:
+        if self.relief is not None:
+            self.relief.look(tiering)
+        if self.governor is not None or self.relief is not None:
             self._obey(self.governor)
         if tiering is not None:
             tiering.bring_back()
@@ -274,10 +279,12 @@ class StepLoop:
         self.rest_s = self._rest_after(record)
         return record
 
-    def _obey(self, governor: Governor) -> None:
-        if governor.deferring != self.scheduler.queue.deferring:
-            self.scheduler.apply(Defer(governor.deferring))
-        rows = governor.most_running(self.config.max_batch)
+    def _obey(self, governor: Governor | None) -> None:
+        """Let class low wait, and the batch be narrow, while the governor or the memory of the machine asks for it."""
+        deferring = (governor is not None and governor.deferring) or (self.relief is not None and self.relief.deferring)
+        if deferring != self.scheduler.queue.deferring:
+            self.scheduler.apply(Defer(deferring))
+        rows = governor.most_running(self.config.max_batch) if governor is not None else self.config.max_batch
         if rows != self.scheduler.max_running:
             self.scheduler.apply(SetMaxRunning(rows))
 

@@ -88,6 +88,9 @@ class _EngineGauges(Collector):
         if served is None:
             return
         yield from _power(served.engine.governor)
+        if served.engine.memory is not None:
+            level = float(served.engine.memory.level)
+            yield GaugeMetricFamily("shoal_memory_level", "0 is enough, 3 is out of memory.", value=level)
         stats = served.engine.stats()
         for name in ("waiting", "running", "kv_bytes", "kv_held_bytes", "kv_cached_bytes", "weight_bytes"):
             yield GaugeMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))

@@ -78,6 +78,7 @@ class Tiering:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
+        self._host_limit = host.limit if host is not None else 0
         self.disk = disk
         self._scheduler = scheduler
         self._access = access
@@ -139,9 +140,10 @@ class Tiering:
                 return
 
     def _wanted(self, seq: Sequence) -> WantedBlocks | None:
-        if seq.scoring or not self._scheduler.kv.sharing:
+        kv = self._scheduler.kv
+        if seq.scoring or not kv.sharing or kv.tree.max_cached == 0:
             return None
-        tokens = self._scheduler.kv.tree_tokens(seq)
+        tokens = kv.tree_tokens(seq)
         return self._planner.wanted(tokens, seq.spec.namespace, limit=len(tokens) - 1, known=self._knows)
 
     def _knows(self, digest: Digest) -> bool:
@@ -286,6 +288,17 @@ class Tiering:
             self.host.put(digest, data)
         if self.disk is not None:
             self.disk.put(digest, data)
+
+    def empty_host(self) -> None:
+        """Memory is short: keep nothing in host memory."""
+        if self.host is not None:
+            self.host.shrink(0)
+            self.host.limit = 0
+
+    def grow_host(self) -> None:
+        """Memory is there again."""
+        if self.host is not None:
+            self.host.limit = self._host_limit
 
     # -- the end, and books ---------------------------------------------------------------------------------------
 
