@@ -39,6 +39,7 @@ class Settings(TypedDict, total=False):
     memory: int | str | None
     prefix_memory: int | str | None
     prefix_sharing: bool
+    speculation: bool
     max_step_tokens: int
     max_stall_ms: float
     max_queue: int
@@ -64,6 +65,8 @@ class EngineConfig:
     max_batch: sequences that decode together. kv_memory: bytes of KV, cached prefixes included. memory: bytes of
     weights, KV and the transient of a step together; KV shrinks to fit (None: only kv_memory counts).
     prefix_memory: bytes of KV kept for prefixes that nobody uses at the moment (None: whatever is free).
+    speculation: try tokens that are likely to come, where the model's runner keeps bits and where it pays; what is
+    written stays the same (`docs/speculation.md`).
     max_step_tokens: the most tokens of one forward pass. max_stall_ms: the longest a running stream may wait for
     its next token because another prompt is being computed. decode_chunk: greedy tokens chained on the device
     where the runner can (1: strict streaming). max_queue: requests that may wait; max_queue_tokens: tokens of prompts
@@ -85,6 +88,7 @@ class EngineConfig:
     memory: int | str | None = None
     prefix_memory: int | str | None = None
     prefix_sharing: bool = True
+    speculation: bool = True
     max_step_tokens: int = 512
     max_stall_ms: float = 150.0
     max_queue: int = 1024
@@ -133,7 +137,7 @@ class EngineConfig:
             raise _out_of_range("runner_options", self.runner_options, "names of options with their values")
         if not isinstance(self.power, bool | Mapping):
             raise _out_of_range("power", self.power, "true, false, or fields of a power policy")
-        for name in ("prefix_sharing", "pin_threads"):
+        for name in ("prefix_sharing", "speculation", "pin_threads"):
             if not isinstance(getattr(self, name), bool):
                 raise _out_of_range(name, getattr(self, name), "true or false")
         if self.max_batch > self.max_step_tokens:
