@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from shoal.checks import is_number, is_whole
 from shoal.errors import ConfigError
@@ -28,6 +28,9 @@ def parse_bytes(value: object, name: str) -> int:
     )
 
 
+Precision: TypeAlias = Literal["auto", "bf16", "f32", "q8_0", "q4_1", "q4_0"]
+
+
 class Settings(TypedDict, total=False):
     """The fields of `EngineConfig` as keyword arguments, for `Engine.load`."""
 
@@ -36,6 +39,7 @@ class Settings(TypedDict, total=False):
     memory: int | str | None
     prefix_memory: int | str | None
     prefix_sharing: bool
+    speculation: bool
     max_step_tokens: int
     max_stall_ms: float
     max_queue: int
@@ -45,7 +49,7 @@ class Settings(TypedDict, total=False):
     watchdog_s: float
     threads: int | None
     pin_threads: bool
-    precision: Literal["auto", "bf16", "f32"]
+    precision: Precision
     kv_precision: Literal["auto", "bf16", "u8"]
     runner: str
     runner_options: Mapping[str, int | float | str | bool]
@@ -61,14 +65,18 @@ class EngineConfig:
     max_batch: sequences that decode together. kv_memory: bytes of KV, cached prefixes included. memory: bytes of
     weights, KV and the transient of a step together; KV shrinks to fit (None: only kv_memory counts).
     prefix_memory: bytes of KV kept for prefixes that nobody uses at the moment (None: whatever is free).
+    speculation: try tokens that are likely to come, where the model's runner keeps bits and where it pays; what is
+    written stays the same (`docs/speculation.md`).
     max_step_tokens: the most tokens of one forward pass. max_stall_ms: the longest a running stream may wait for
     its next token because another prompt is being computed. decode_chunk: greedy tokens chained on the device
     where the runner can (1: strict streaming). max_queue: requests that may wait; max_queue_tokens: tokens of prompts
     that may wait, beyond what fits the KV memory. ageing_s: waiting this long lifts a request by one priority class.
     watchdog_s: a forward pass that takes longer is taken for hung. threads: of the runner (None: all cores).
     pin_threads: keep each on one core; for a machine, or an affinity mask, that nothing else uses.
-    precision: "auto", "bf16" or "f32". kv_precision: of the KV, "auto" (bf16 on the native runner), "bf16" or "u8"
-    (8 bits, half the memory; the native runner only). seed: where requests without one get theirs from (None: from
+    precision: "auto", weights as the files have them; "bf16" or "f32", the numbers that a runner computes with; "q8_0",
+    "q4_1" or "q4_0", matrices of more bits a weight are quantised to this when they are loaded. A runner refuses what
+    it has not (`shoal doctor` says what it has). kv_precision: of the KV, "auto" (bf16 on the native runner), "bf16" or
+    "u8" (8 bits, half the memory; the native runner only). seed: where requests without one get theirs from (None: from
     the system). runner: which backend ("auto": the first that takes the model and honours what is set here).
     runner_options: settings that only one runner reads, by name (its module in `runners/` says which). record: a file
     to log arrivals, plans and samples to, for `shoal replay`. power: slow down, defer and refuse by this machine's heat
@@ -80,6 +88,7 @@ class EngineConfig:
     memory: int | str | None = None
     prefix_memory: int | str | None = None
     prefix_sharing: bool = True
+    speculation: bool = True
     max_step_tokens: int = 512
     max_stall_ms: float = 150.0
     max_queue: int = 1024
@@ -89,7 +98,7 @@ class EngineConfig:
     watchdog_s: float = 120.0
     threads: int | None = None
     pin_threads: bool = False
-    precision: Literal["auto", "bf16", "f32"] = "auto"
+    precision: Precision = "auto"
     kv_precision: Literal["auto", "bf16", "u8"] = "auto"
     runner: str = "auto"
     runner_options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
@@ -120,15 +129,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))
-        if self.precision not in ("auto", "bf16", "f32"):
-            raise _out_of_range("precision", self.precision, "auto, bf16 or f32")
+        if self.precision not in get_args(Precision):
+            raise _out_of_range("precision", self.precision, f"one of {', '.join(get_args(Precision))}")
         if self.kv_precision not in ("auto", "bf16", "u8"):
             raise _out_of_range("kv_precision", self.kv_precision, "auto, bf16 or u8")
         if not isinstance(self.runner_options, Mapping) or not all(isinstance(k, str) for k in self.runner_options):
             raise _out_of_range("runner_options", self.runner_options, "names of options with their values")
         if not isinstance(self.power, bool | Mapping):
             raise _out_of_range("power", self.power, "true, false, or fields of a power policy")
-        for name in ("prefix_sharing", "pin_threads"):
+        for name in ("prefix_sharing", "speculation", "pin_threads"):
             if not isinstance(getattr(self, name), bool):
                 raise _out_of_range(name, getattr(self, name), "true or false")
         if self.max_batch > self.max_step_tokens:

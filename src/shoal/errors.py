@@ -168,6 +168,10 @@ class GraphFileError(GraphError):
         self.line = line
 
 
+class CheckpointError(GraphError):
+    """A checkpoint of a run cannot be read or written, is in use, or is of another graph or other inputs."""
+
+
 class GraphFailedError(ShoalError):
     """A final node of a graph failed. `result` is the whole `GraphResult`, what the other nodes wrote included."""
 

@@ -276,6 +276,27 @@ def test_several_rows_are_those_of_the_tokens_one_by_one(bench: Bench) -> None:
             assert bench.same(row, bench.whole(prompt[:end]))
 
 
+def test_the_most_likely_tokens_after_several_are_those_of_their_logits(bench: Bench) -> None:
+    """As speculation asks: a token that was written and drafts behind it, in the middle of a block and over its end."""
+    most = min(bench.runner.spec.max_rows, 9)
+    if most == 1:
+        pytest.skip("this runner gives the logits after the last token")
+    prompts, counts = [bench.tokens(n) for n in (35, 61, 20)], [most, 5, 1]
+    tables, ids = [bench.table(len(p) + most) for p in prompts], [bench.new_id() for _ in prompts]
+    drafts = [bench.tokens(count) for count in counts]
+    bench.run(*(bench.item(p, 0, t, Want.NOTHING, i) for p, t, i in zip(prompts, tables, ids, strict=True)))
+    items = [
+        bench.item(d, len(p), t, Want.ARGMAX, i, len(d))._replace(rows=len(d))
+        for d, p, t, i in zip(drafts, prompts, tables, ids, strict=True)
+    ]
+    argmax = bench.runner.execute(StepPlan(next(bench._steps), tuple(items))).argmax
+    for seq_id, prompt, fed in zip(ids, prompts, drafts, strict=True):
+        assert len(argmax[seq_id]) == len(fed)
+        if bench.runner.spec.exact:
+            rows = [bench.whole([*prompt, *fed[: i + 1]], generated=i + 1) for i in range(len(fed))]
+            assert argmax[seq_id] == tuple(int(row.argmax()) for row in rows)
+
+
 def test_the_best_few_are_those_of_the_logits(bench: Bench) -> None:
     most = bench.runner.spec.max_top
     if most == 0:

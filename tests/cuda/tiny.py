@@ -20,6 +20,9 @@ class Stored:
     shape: tuple[int, ...]
     data: NDArray[np.uint8] = field(repr=False)
 
+    def encoded_rows(self, index: slice | NDArray[np.intp]) -> NDArray[np.uint8]:
+        return self.data.reshape(int(np.prod(self.shape[:-1])), -1)[index]
+
     def dequantize(self) -> NDArray[np.float32]:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize

@@ -21,9 +21,12 @@ from tests.support.tiny_models import some_tokens
 pytestmark = pytest.mark.skipif(not isas(), reason="the native kernels are not built")
 
 
-@pytest.mark.parametrize("name", HUB)
-def test_a_directory_gives_what_the_oracle_gives(name: str, tmp_path: Path) -> None:
-    files = local_files(name, write_directory(tmp_path / "model", unfolded(name)))
+@pytest.mark.parametrize(("name", "activation"), [*((name, None) for name in HUB), ("qwen3", "gelu")])
+def test_a_directory_gives_what_the_oracle_gives(name: str, activation: str | None, tmp_path: Path) -> None:
+    about = unfolded(name)
+    if activation is not None:
+        about["config"]["hidden_act"] = activation
+    files = local_files(name, write_directory(tmp_path / "model", about))
     decoder = LocalModel.read(files).decoder()
     reason = describe.refuses(decoder)
     if reason is not None:

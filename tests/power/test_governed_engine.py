@@ -144,10 +144,12 @@ def test_a_policy_may_hold_the_batch_narrow_and_the_tokens_are_the_same(tmp_path
 def test_the_setting_power_makes_a_governor(monkeypatch: pytest.MonkeyPatch) -> None:
     sensor = SimulatedSensor(Level.FAIR)
     monkeypatch.setattr("shoal.power.governor.find_sensors", lambda **_: [sensor])
-    config = EngineConfig(power={"duty": (1, 0.5, 0.4, 0.1)})
+    config = EngineConfig(power={"duty": (1, 0.5, 0.4, 0.1), "sample_s": 0.01})
     with Engine(FakeRunner, ByteTokenizer(), config) as engine:
         assert engine.governor is not None
         assert (engine.governor.level, engine.governor.duty) == (Level.FAIR, 0.5)
+        before = sensor.reads
+        wait_for(lambda: sensor.reads > before)  # the sensors are read as long as the engine lives
     with pytest.raises(ConfigError, match="unknown field 'joule'"):
         Engine(FakeRunner, ByteTokenizer(), EngineConfig(power={"joule": 3}))
     with pytest.raises(ConfigError, match="power is 'hot'"):

@@ -185,7 +185,7 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("shoal.cli.console.ensure_model", broken)
+    monkeypatch.setattr("shoal.engine.engine.Engine.load", broken)
     result = CliRunner().invoke(app, ["run", "Why?"])
     assert isinstance(result.exception, ZeroDivisionError)
 

@@ -278,3 +278,20 @@ class TestDirectories:
         (path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ModelFormatError):
             describe(read_safetensors(path))
+
+
+@pytest.mark.parametrize(("said", "kind"), [("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("silu", "silu")])
+def test_a_directory_that_names_another_activation_gets_it(said: str, kind: str, tmp_path: Path) -> None:
+    about = unfolded("qwen3moe")
+    about["config"]["hidden_act"] = said
+    feed = describe(read_safetensors(write_directory(tmp_path / "m", about))).layers[0].feed_forward
+    assert feed is not None
+    assert feed.activation == kind
+
+
+def test_an_activation_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    for name, said in (("llama", "abacus"), ("gpt-oss", "gelu")):
+        about = unfolded(name)
+        about["config"]["hidden_act"] = said
+        with pytest.raises(UnsupportedModelError, match=f"activation '{said}'"):
+            describe(read_safetensors(write_directory(tmp_path / name, about)))

@@ -84,7 +84,7 @@ def test_packing_keeps_every_weight(kind: str) -> None:
 @pytest.mark.parametrize("kind", [k for k in pack.FORMS if k != "Q3_K" and not k.startswith(("IQ1", "IQ2", "IQ3"))])
 def test_packed_weights_are_hardly_larger_than_their_source(kind: str) -> None:
     part = random_part(kind, (64, 512))
-    assert pack.entry_of(part, 0)[1] <= 1.02 * part.encoded().nbytes
+    assert pack.entry_of(part, 0)[1] <= 1.02 * part.encoded_rows(0, part.shape[0]).nbytes
 
 
 def test_a_tensor_of_several_pieces_is_packed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +100,16 @@ def test_the_extension_packs_nothing_beyond_its_arrays() -> None:
     core = load_core()
     part = part_of("Q4_0", (32, 64), np.zeros(32 * 36, np.uint8))
     entry, size = pack.entry_of(part, 0)
-    raw, out, fields = part.encoded().reshape(-1), np.zeros(size, np.uint8), asdict(entry)
-    core.pack(fields, "Q4_0", raw, 0, 1, out)
+    raw, out, fields = part.encoded_rows(0, 32).reshape(-1), np.zeros(size, np.uint8), asdict(entry)
+    core.pack(fields, "Q4_0", raw, out)
     for arguments in (
-        (fields, "Q4_1", raw, 0, 1, out),
-        (fields, "Q4_0", raw[:-1], 0, 1, out),
-        (fields, "Q4_0", raw, 0, 2, out),
-        (fields, "Q4_0", raw, 1, 1, out),
-        (fields, "Q4_0", raw, -1, 1, out),
-        (fields, "abacus", raw, 0, 1, out),
-        (fields | {"codes": 9}, "Q4_0", raw, 0, 1, out),
+        (fields, "Q4_1", raw, out),
+        (fields, "Q4_0", raw[:-1], out),
+        (fields, "Q4_0", raw, out[:-1]),
+        (fields | {"n": 33}, "Q4_0", raw, out),
+        (fields | {"n": -1}, "Q4_0", raw, out),
+        (fields, "abacus", raw, out),
+        (fields | {"codes": 9}, "Q4_0", raw, out),
     ):
         with pytest.raises(core.FormatError):
             core.pack(*arguments)
@@ -117,7 +117,7 @@ def test_the_extension_packs_nothing_beyond_its_arrays() -> None:
 
 def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_tiny(blocks).close()
-    monkeypatch.setattr(runner, "write_packed", lambda files, path: pytest.fail("packed again"))
+    monkeypatch.setattr(runner, "write_packed", lambda *_: pytest.fail("packed again"))
     open_tiny(blocks).close()
     assert not list(blocks.parent.glob("*.tmp"))
 
@@ -208,8 +208,6 @@ def test_refuses_says_why_not(blocks: Path) -> None:
     narrow = replace(layer, mixer=replace(layer.mixer, key_dim=80))
     assert "head size 80" in str(describe.refuses(replace(model, layers=(narrow,))))
     assert isinstance(layer.feed_forward, Dense)
-    exact = replace(layer, feed_forward=replace(layer.feed_forward, activation="gelu"))
-    assert "gelu" in str(describe.refuses(replace(model, layers=(exact,))))
     assert "attention" in str(describe.refuses(replace(model, layers=(replace(layer, mixer=None),))))
     tensors = dict(gguf.tensors)
     tensors["blk.0.attn_q.weight"] = replace(tensors["blk.0.attn_q.weight"], type="TQ1_0")

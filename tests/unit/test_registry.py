@@ -12,7 +12,7 @@ from shoal.config import EngineConfig
 from shoal.engine.loading import make_runner
 from shoal.errors import BackendError, ConfigError, UnsupportedModelError
 from shoal.models import Store
-from shoal.models.files import ModelFiles
+from shoal.models.files import ModelFiles, Progress
 from shoal.runners import registry
 from shoal.runners.base import Runner
 from shoal.runners.fake import FakeRunner
@@ -27,6 +27,7 @@ class Toy(ModuleType):
     WHY = "it is a toy"
     INSTALL = "buy one"
     HONOURS = ("threads",)
+    PRECISIONS = ("q8_0",)
     OPTIONS = ("colour",)
 
     def __init__(self, name: str) -> None:
@@ -37,7 +38,9 @@ class Toy(ModuleType):
     def refuses(self, model: LocalModel | None, config: EngineConfig) -> str | None:
         return self.machine or (self.model if model is not None else None)
 
-    def load(self, model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
+    def load(
+        self, model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Progress | None = None
+    ) -> Runner:
         assert cache_dir.is_dir()
         return FakeRunner(num_blocks=len(str(config.runner_options.get("colour", "red"))))
 

@@ -21,7 +21,8 @@ def bench(
     scenario: Annotated[
         str,
         typer.Option(
-            help="scaling, burst, staggered, fanout, mixed, agents, overhead, company, serve, cold, sustained, all."
+            help="scaling, burst, staggered, fanout, mixed, agents, overhead, company, serve, cold, sustained; all; "
+            "speculation."
         ),
     ] = "both",
     runs: Annotated[
@@ -86,7 +87,15 @@ def bench(
         if out is not None:
             out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
-    document = run_suite(wanted, {**machine_facts(), "versions": versions()}, command, _tell, save)
+    facts = {**machine_facts(), "versions": versions()}
+    if scenario == "speculation":
+        from shoal.bench.speculation import SpeculationBench, table
+
+        measured = SpeculationBench(model, runner, threads, _tell).run(1 if quick else runs)
+        _tell(table(measured))
+        document = {**measured, "command": command, "machine": facts}
+    else:
+        document = run_suite(wanted, facts, command, _tell, save)
     save(document)
     print(json.dumps(document), flush=True)
 

@@ -107,11 +107,14 @@ def setting(name: str) -> Any:
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
-    """`Engine.load` with a progress bar for a model that has to be fetched first. Settings of None are left out."""
+    """`Engine.load` that shows the fetching and packing of a model. Settings of None are left out."""
+    from shoal.cli.progress import progress_bar
     from shoal.engine.engine import Engine
 
-    ensure_model(model)
-    return Engine.load(model, **{name: value for name, value in settings.items() if value is not None})
+    with progress_bar(model) as show:
+        return Engine.load(
+            model, progress=show, **{name: value for name, value in settings.items() if value is not None}
+        )
 
 
 def pace(engine: Engine) -> str:

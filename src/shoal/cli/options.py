@@ -18,6 +18,10 @@ Model = Annotated[
 MaxTokens = Annotated[int, typer.Option(help="The most tokens of one answer.")]
 Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
 KVMemory = Annotated[str, typer.Option(help='The most memory for KV, as in "512MiB".')]
+Precision = Annotated[
+    str, typer.Option(help="auto, bf16 or f32, or q8_0, q4_1 or q4_0 to quantise weights when they are loaded.")
+]
+PRECISION: str = setting("precision")
 Governor = Annotated[
     bool, typer.Option("--governor", help="Slow down, defer and refuse by this machine's heat and battery.")
 ]

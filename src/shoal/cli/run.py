@@ -30,6 +30,7 @@ def run(
     frequency_penalty: Annotated[float, typer.Option(help="The same, for each time they were written.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the run repeatable.")] = None,
+    precision: options.Precision = options.PRECISION,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
     governor: options.Governor = False,
@@ -55,7 +56,8 @@ def run(
     with Interrupts() as interrupts:
         note(f"loading {model}")
         power = options.power(governor, joules, battery)
-        with load_engine(model, kv_memory=kv_memory, threads=threads, max_batch=1, power=power) as engine:
+        settings = {"precision": precision, "kv_memory": kv_memory, "threads": threads, "power": power}
+        with load_engine(model, max_batch=1, **settings) as engine:
             interrupts.hold()
             result = _stream(engine, request, interrupts)
             paced = pace(engine)

@@ -48,6 +48,7 @@ def serve(
         list[str] | None, typer.Option(help="Serve browsers that know the server by this name; may be given again.")
     ] = None,
     runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
+    precision: options.Precision = options.PRECISION,
     kv_memory: options.KVMemory = options.KV_MEMORY,
     threads: options.Threads = None,
 ) -> None:
@@ -83,7 +84,7 @@ def serve(
     power = options.power(governor, joules, battery)
     # One for all models that are switched to: a budget of joules does not begin anew.
     paced = Governor(policy=PowerPolicy.of(power)) if power else None
-    settings |= {"threads": threads, "warmup": warmup, "governor": paced}
+    settings |= {"precision": precision, "threads": threads, "warmup": warmup, "governor": paced}
 
     def load(name: str) -> Engine:
         return load_engine(name, **settings)

@@ -175,7 +175,10 @@ class KVCacheManager:
         end = seq.computed if tail else full * self.block_size
         if end <= seq.indexed * self.block_size:
             return
-        standing = self.tree.insert(self.tree_tokens(seq)[:end], seq.blocks[: self.blocks_for(end)], seq.spec.namespace)
+        blocks = seq.blocks[: self.blocks_for(end)]
+        standing = self.tree.insert(
+            self.tree_tokens(seq)[:end], blocks, seq.spec.namespace, standing=min(seq.indexed, len(blocks))
+        )
         for i in range(seq.indexed, full):
             if standing[i] != seq.blocks[i]:  # somebody computed the same tokens meanwhile: hold theirs, once
                 self._swap(seq, i, standing[i])

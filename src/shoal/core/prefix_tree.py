@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from shoal.core.blocks import BlockPool
 from shoal.core.checkpoints import Checkpoints
 from shoal.core.eviction import Eviction
+from shoal.core.journal import BlockJournal, root_hash
 from shoal.core.nodes import Match, TreeNode
 from shoal.runners.plan import BlockId
 from shoal.types import Namespace
@@ -67,6 +68,7 @@ class PrefixTree:
         self.checkpoints = checkpoints
         self.evictions = 0
         self.recomputed = 0  # tokens that came back after their eviction
+        self.journal: BlockJournal | None = None  # somebody wants to know what comes and goes
         self._roots: OrderedDict[tuple[str, str], tuple[int, TreeNode]] = OrderedDict()  # least recently used first
         self._nodes: dict[BlockId, TreeNode] = {}
         self._clock = 0
@@ -161,9 +163,12 @@ class PrefixTree:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: Sequence[int], blocks: Sequence[BlockId], namespace: Namespace) -> list[BlockId]:
+    def insert(
+        self, tokens: Sequence[int], blocks: Sequence[BlockId], namespace: Namespace, *, standing: int = 0
+    ) -> list[BlockId]:
         """Take note that the first len(tokens) slots of `blocks` hold KV of `tokens`; the blocks must be held.
 
+        So many of the first blocks are `standing` in the tree already, unless they were forgotten since.
         Returns the blocks as they stand in the tree: where another block already held the same tokens after the same
         prefix, that one, which the caller should refer to instead of its own (see `Scheduler`).
         """
@@ -171,18 +176,33 @@ class PrefixTree:
         if node is None:
             return list(blocks)
         self._clock += 1
-        size, standing = self.block_size, list(blocks)
-        for i, at in enumerate(range(0, len(tokens), size)):
+        size, placed = self.block_size, list(blocks)
+        known = self._standing(node, blocks[:standing])
+        node, standing = (node, 0) if known is None else (known, standing)
+        for i, at in enumerate(range(standing * size, len(tokens), size), standing):
             key = tuple(tokens[at : at + size])
             child = node.children.get(key)
             if child is None:
                 child = self._add(node, key, blocks[i])
                 if child is None:
                     break
-            standing[i] = child.block
+            placed[i] = child.block
             child.last_used = self._clock
             node = child
-        return standing
+        return placed
+
+    def _standing(self, node: TreeNode, blocks: Sequence[BlockId]) -> TreeNode | None:
+        """The last node of a path of blocks below `node`, all marked as used now; None when it is no such path.
+
+        Looking them up by their tokens costs several times as much, for every block of a long prompt in every step.
+        """
+        for block in blocks:
+            child = self._nodes.get(block)
+            if child is None or child.parent is not node:
+                return None
+            child.last_used = self._clock
+            node = child
+        return node
 
     def _add(self, parent: TreeNode, key: tuple[int, ...], block: BlockId) -> TreeNode | None:
         """Add or extend the node of `block` under `parent`; None when a tail would add nothing."""
@@ -197,6 +217,8 @@ class PrefixTree:
             self._unlink(known)
             known.key, known.path_hash = key, path_hash
             self._link(parent, known)
+            if self.journal is not None:
+                self.journal.added(known)
             return known
         before, agreeing = self._best_tail(parent, key)
         if before is not None and not full and agreeing == len(key):
@@ -210,6 +232,8 @@ class PrefixTree:
         if path_hash in self._ghosts:
             del self._ghosts[path_hash]
             self.recomputed += len(key)
+        if self.journal is not None:
+            self.journal.added(node)
         return node
 
     def _useless(self, tail: TreeNode) -> bool:
@@ -227,6 +251,8 @@ class PrefixTree:
         del parent.keys[bisect_left(parent.keys, node.key)]
 
     def _remove(self, node: TreeNode) -> None:
+        if self.journal is not None:
+            self.journal.removed(node)
         if self.checkpoints is not None:
             self.checkpoints.detach(node)
         self._unlink(node)
@@ -293,6 +319,7 @@ class PrefixTree:
         elif not create:
             return None
         root = TreeNode((), -1, None, hash(namespace))
+        root.content = root_hash(namespace)
         self._roots[place] = (namespace.version, root)
         if len(self._roots) > self.pool.total + _EMPTY_ROOTS:  # at most `total` of them have blocks
             self._drop_empty_roots()

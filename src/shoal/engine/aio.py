@@ -23,6 +23,7 @@ from shoal.runners.plan import ModelSpec
 from shoal.types import EngineStats, Event, Namespace, Priority, Report, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
+    from shoal.models.files import Progress
     from shoal.power.governor import Governor
 
 
@@ -86,13 +87,16 @@ class AsyncEngine(AsyncFace):
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
+        progress: Progress | None = None,
         warmup: bool = False,
         **settings: Unpack[Settings],
     ) -> Self:
         """An engine that loads when its `async with` begins. Arguments and errors as `Engine.load`."""
         waiting = cls.__new__(cls)
         waiting._loaded = None
-        waiting._load = partial(Engine.load, model, state=state, governor=governor, warmup=warmup, **settings)
+        waiting._load = partial(
+            Engine.load, model, state=state, governor=governor, progress=progress, warmup=warmup, **settings
+        )
         waiting._outbox = None
         return waiting
 

@@ -19,6 +19,7 @@ from shoal.core.commands import PreemptAll, SetMaxStall
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
+from shoal.engine.feed import BlockFeed
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
 from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
@@ -30,6 +31,7 @@ from shoal.runners.plan import ModelSpec
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
 
 if TYPE_CHECKING:
+    from shoal.models.files import Progress
     from shoal.power.governor import Governor
 
 log = logging.getLogger("shoal.engine")
@@ -63,7 +65,7 @@ class Engine:
         self.failure: BaseException | None = None
         self.warmup_s: float | None = None
         self._mailbox = Mailbox()
-        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, governor)
+        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor)
         self._lock = threading.Lock()
         # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
         self._sinks: dict[str, tuple[Sink, int]] = {}
@@ -79,6 +81,7 @@ class Engine:
         )
         self._thread.start()
         self._loop = started.result()
+        self.feed = BlockFeed(self._loop)
         self._watchdog.start()
 
     @classmethod
@@ -88,6 +91,7 @@ class Engine:
         *,
         state: str | Path | None = None,
         governor: Governor | None = None,
+        progress: Progress | None = None,
         warmup: bool = False,
         **settings: Unpack[Settings],
     ) -> Self:
@@ -97,12 +101,13 @@ class Engine:
         are in `restored_prefixes` and `restored_handles`. `governor` is one that several engines share, or that has
         sensors of its own; the setting `power` makes one for this engine alone.
         `warmup` runs passes of representative shapes before it returns; `warmup_s` says how long they took.
+        `progress` is called with what takes long ("download", "unpack", "pack"), bytes done and bytes in all.
         Raises `ConfigError`, any `ModelError`, `BackendError`.
         """
         from shoal.engine.loading import open_model
 
         config = EngineConfig.of(**settings)
-        opened = open_model(model, config)
+        opened = open_model(model, config, progress=progress)
         engine = cls(opened.make_runner, opened.codec, config, governor=governor)
         try:
             if warmup:

@@ -15,6 +15,7 @@ from shoal.types import Message
 
 if TYPE_CHECKING:
     from shoal.models import ModelFiles, Store
+    from shoal.models.files import Progress
     from shoal.models.tokenizer import Tokenizer
 
 
@@ -43,17 +44,22 @@ class ModelCodec:
         return self.tokenizer.encode_chat(self.tokenizer.chat_template.render(messages))
 
 
-def open_model(model: str, config: EngineConfig, store: Store | None = None) -> OpenedModel:
-    """Find a model, fetching it if need be, and load its tokenizer. Raises any `ModelError`, `BackendError`."""
+def open_model(
+    model: str, config: EngineConfig, store: Store | None = None, progress: Progress | None = None
+) -> OpenedModel:
+    """Find a model, fetching it if need be, and load its tokenizer; `progress` hears of what takes long.
+
+    Raises any `ModelError`, `BackendError`.
+    """
     from shoal.models import Store, load_tokenizer
 
     store = store or Store()
-    files = store.resolve(model)
+    files = store.resolve(model, progress=progress)
     local = LocalModel.read(files)  # parsed once, for the choice, the tokenizer and the weights
     name, _ = choose_runner(config, local)  # what cannot run is refused before anything is loaded
     cache_dir = store.cache_dir(files.key)
     return OpenedModel(
-        ModelCodec(load_tokenizer(files, local.gguf)), partial(load_runner, name, local, config, cache_dir)
+        ModelCodec(load_tokenizer(files, local.gguf)), partial(load_runner, name, local, config, cache_dir, progress)
     )
 
 

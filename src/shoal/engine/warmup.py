@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -24,8 +25,7 @@ def warm_up(engine: Engine) -> float:
     """
     begin = time.perf_counter()
     for count, length in _shapes(engine):
-        requests = [Request(prompt_tokens=_prompt(engine, row, length), **_fields(row)) for row in range(count)]
-        engine.run(requests)
+        engine.run([_request(engine, row, length) for row in range(count)])
     engine.call(lambda: engine._loop.scheduler.apply(PreemptAll(drop_cached=True)))
     return time.perf_counter() - begin
 
@@ -46,11 +46,10 @@ def _shapes(engine: Engine) -> Iterator[tuple[int, int]]:
         rows *= 2
 
 
-def _prompt(engine: Engine, row: int, length: int) -> list[int]:
-    """Token ids that differ from their first one on, so that rows share nothing."""
-    return [(row + 1 + 7 * at) % engine.spec.vocab_size for at in range(length)]
-
-
-def _fields(row: int) -> dict[str, object]:
-    sampled = {"temperature": 1.0, "top_k": 40, "seed": row} if row % 2 else {}
-    return {"sampling": SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **sampled), "namespace": _SPACE}
+def _request(engine: Engine, row: int, length: int) -> Request:
+    """One row; its token ids differ from the others' from the first one on, so that rows share nothing."""
+    prompt = [(row + 1 + 7 * at) % engine.spec.vocab_size for at in range(length)]
+    sampling = SamplingParams(max_tokens=_OUTPUT, ignore_eos=True)
+    if row % 2:
+        sampling = dataclasses.replace(sampling, temperature=1.0, top_k=40, seed=row)
+    return Request(prompt_tokens=prompt, sampling=sampling, namespace=_SPACE)

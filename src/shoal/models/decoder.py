@@ -20,8 +20,8 @@ A norm that is None is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -52,6 +52,13 @@ class StoredTensor(Protocol):
     @property
     def data(self) -> NDArray[np.uint8]:
         """The encoded bytes, uint8 [nbytes]; a view where the file allows it."""
+        ...
+
+    def encoded_rows(self, index: slice | NDArray[np.intp]) -> NDArray[np.uint8]:
+        """The encoded bytes of some rows, uint8 [rows, row bytes]; matrices of experts lie one under the other.
+
+        A view where `index` is a slice and the file allows it.
+        """
         ...
 
     def dequantize(self) -> Float:
@@ -101,6 +108,15 @@ class Weight:
         data = self.tensor.data
         view = data.reshape(*self.shape[:-2], -1, data.nbytes // stored_rows)
         return view if self.rows is None else np.take(view, self.rows, axis=-2)
+
+    def encoded_rows(self, first: int, count: int) -> NDArray[np.uint8]:
+        """Rows first .. first + count - 1 of what `encoded` gives, matrices one under the other; no more is read."""
+        count = min(count, math.prod(self.shape[:-1]) - first)
+        if self.rows is None:
+            return self.tensor.encoded_rows(slice(first, first + count))
+        stored = math.prod(self.tensor.shape) // self.shape[-1] // math.prod(self.shape[:-2])  # rows of one matrix
+        matrix, row = np.divmod(np.arange(first, first + count), self.shape[-2])
+        return self.tensor.encoded_rows(matrix * stored + self.rows[row])
 
     def values(self) -> Float:
         """A fresh float32 array of `shape`."""
@@ -438,6 +454,28 @@ class Decoder:
             if id(weight) not in seen:
                 seen.add(id(weight))
                 yield path, weight
+
+
+def replace_weights(model: Decoder, change: Callable[[str, Weight], Weight]) -> Decoder:
+    """The model with every weight as `change` gives it for (path, weight); a weight that is shared stays shared."""
+    changed: dict[int, Weight] = {}
+
+    def visit(path: str, node: Any) -> Any:
+        if isinstance(node, Weight):
+            if id(node) not in changed:
+                changed[id(node)] = change(path, node)
+            return changed[id(node)]
+        if isinstance(node, tuple):
+            return tuple(visit(f"{path}.{index}", item) for index, item in enumerate(node))
+        if not is_dataclass(node) or isinstance(node, type):
+            return node
+        parts = {part.name: getattr(node, part.name) for part in fields(node)}
+        return replace(
+            node, **{name: visit(f"{path}.{name}" if path else name, value) for name, value in parts.items()}
+        )
+
+    made: Decoder = visit("", model)
+    return made
 
 
 def _walk(path: str, node: Any) -> Iterator[tuple[str, Weight]]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
-from typing import TypeAlias
 
 from shoal.errors import (
     DownloadError,
@@ -30,10 +29,8 @@ from shoal.errors import (
     StoreError,
     UnsupportedModelError,
 )
+from shoal.models.files import Progress
 from shoal.models.split import part_names
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with what is going on ("download" or "unpack"), bytes done and bytes in all."""
 
 _CHUNK = 1 << 20
 _COMMON = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "chat_template.jinja")

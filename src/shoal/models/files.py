@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -12,6 +13,8 @@ from shoal.errors import ModelFormatError
 from shoal.models.split import part_paths
 
 Kind: TypeAlias = Literal["gguf", "openvino", "safetensors"]
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Hears of work on a model that takes long: what is done ("fetch", "pack"), bytes done, bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ class GgufTensor:
     shape: tuple[int, ...]
     data: NDArray[np.uint8] = field(repr=False)
 
+    def encoded_rows(self, index: slice | NDArray[np.intp]) -> NDArray[np.uint8]:
+        """The encoded bytes of some rows, uint8 [rows, row bytes]: a view for a slice."""
+        return self.data.reshape(math.prod(self.shape[:-1]), -1)[index]
+
     def dequantize(self) -> NDArray[np.float32]:
         """A fresh float32 array of `shape`. Raises `UnsupportedModelError` for a type that has no float values."""
         from gguf import GGMLQuantizationType

@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ModelFormatError, UnsupportedModelError
+
+Rows: TypeAlias = slice | NDArray[np.intp]
 
 _HINT = "the directory is damaged or incomplete; fetch it again"
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "I32": 4, "I64": 8, "F64": 8}
@@ -35,6 +37,10 @@ class SafetensorsTensor:
     type: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8] = field(repr=False)
+
+    def encoded_rows(self, index: Rows) -> NDArray[np.uint8]:
+        """The bytes of some rows, uint8 [rows, row bytes]: a view for a slice."""
+        return self.data.reshape(math.prod(self.shape[:-1]), -1)[index]
 
     def dequantize(self) -> NDArray[np.float32]:
         """A fresh float32 array of `shape`. Raises `UnsupportedModelError` for other types than those three."""
@@ -70,6 +76,16 @@ class Stacked:
         """A copy: the parts lie apart in the file."""
         return np.concatenate([part.data for part in self.parts])
 
+    def encoded_rows(self, index: Rows) -> NDArray[np.uint8]:
+        """A copy of some rows, uint8 [rows, row bytes]; parts without any are not read."""
+        each = math.prod(self.parts[0].shape[:-1])
+        part, row = np.divmod(np.arange(each * len(self.parts))[index], each)
+        out = np.empty((len(row), self.parts[0].data.nbytes // each), np.uint8)
+        for number in np.unique(part):
+            here = part == number
+            out[here] = self.parts[number].encoded_rows(row[here])
+        return out
+
     def dequantize(self) -> NDArray[np.float32]:
         """A fresh float32 array of `shape`."""
         return np.stack([part.dequantize() for part in self.parts])
@@ -100,6 +116,18 @@ class Transposed:
         cells = self.stored.data.reshape(*self.stored.shape, width)
         return np.ascontiguousarray(cells.swapaxes(-2, -3)).reshape(-1)
 
+    def encoded_rows(self, index: Rows) -> NDArray[np.uint8]:
+        """A copy of some rows, uint8 [rows, row bytes]; matrices without any are not read."""
+        *outer, inputs, outputs = self.stored.shape
+        width = _BYTES[self.type]
+        matrix, row = np.divmod(np.arange(math.prod(outer) * outputs)[index], outputs)
+        cells = self.stored.data.reshape(-1, inputs, outputs, width)
+        out = np.empty((len(row), inputs, width), np.uint8)
+        for number in np.unique(matrix):
+            here = matrix == number
+            out[here] = cells[number][:, row[here]].swapaxes(0, 1)
+        return out.reshape(len(row), -1)
+
     def dequantize(self) -> NDArray[np.float32]:
         """A fresh float32 array of `shape`."""
         return np.ascontiguousarray(self.stored.dequantize().swapaxes(-1, -2))
@@ -126,9 +154,15 @@ class Mxfp4:
     @property
     def data(self) -> NDArray[np.uint8]:
         """A copy, in GGML's order."""
-        pairs = self.blocks.data.reshape(-1, 16)
+        return self.encoded_rows(slice(None)).reshape(-1)
+
+    def encoded_rows(self, index: Rows) -> NDArray[np.uint8]:
+        """A copy of some rows, uint8 [rows, row bytes], in GGML's order."""
+        groups = self.blocks.shape[-2]
+        pairs = self.blocks.data.reshape(-1, groups * 16)[index].reshape(-1, 16)
+        scales = self.scales.data.reshape(-1, groups)[index].reshape(-1, 1)
         codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, 32)  # in the order of the elements
-        return np.concatenate([self.scales.data.reshape(-1, 1), codes[:, :16] | codes[:, 16:] << 4], axis=1).reshape(-1)
+        return np.concatenate([scales, codes[:, :16] | codes[:, 16:] << 4], axis=1).reshape(-1, groups * 17)
 
     def dequantize(self) -> NDArray[np.float32]:
         """A fresh float32 array of `shape`."""

@@ -27,8 +27,8 @@ from typing import Any
 
 from shoal.errors import ModelNotFoundError, StoreError
 from shoal.models import fetch
-from shoal.models.fetch import Progress, WheelSource
-from shoal.models.files import Kind, ModelFiles, existing_path, local_files
+from shoal.models.fetch import WheelSource
+from shoal.models.files import Kind, ModelFiles, Progress, existing_path, local_files
 from shoal.names import nearest
 from shoal.processes import is_alive, this_process
 
@@ -100,7 +100,7 @@ class Store:
         self._sources = sources
         self._models = self.root / "models"
 
-    def resolve(self, name: str, pull: bool = True) -> ModelFiles:
+    def resolve(self, name: str, pull: bool = True, progress: Progress | None = None) -> ModelFiles:
         """The files of model `name`: a path, a name in the store, or (with `pull`) one to be fetched first.
 
         Raises `ModelNotFoundError`, `ModelFormatError` for incomplete files, and what `pull` raises.
@@ -113,7 +113,7 @@ class Store:
         if stored is not None:
             return stored
         if pull:
-            return self.pull(name)
+            return self.pull(name, progress)
         self.check_name(name)
         hint = f"run `shoal models pull {name}`"
         raise ModelNotFoundError(f"model {name!r} is not in the store", value=name, hint=hint)

@@ -104,16 +104,16 @@ class FakeRunner:
         for item in plan.sequences:
             if not 1 <= item.rows <= min(len(item.tokens), self.spec.max_rows):
                 raise RunnerError(f"sequence {item.seq_id} wants {item.rows} rows", value=item.rows)
-            rows += self._earlier_rows(item)
+            earlier = self._earlier_rows(item)
             logits = self._feed(item, item.tokens, item.start, item.generated)
             if item.save is not None:
                 if item.want is not Want.NOTHING:
                     raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
                 self._checkpoints[item.save] = self._state[item.seq_id]
             if item.want is Want.LOGITS:
-                rows.append(logits)
+                rows += [*earlier, logits]
             elif item.want is Want.ARGMAX:
-                argmax[item.seq_id] = self._chain(item, logits, plan.chain)
+                argmax[item.seq_id] = (*map(self._best, earlier), *self._chain(item, logits, plan.chain))
             elif item.want is Want.TOP:
                 best = np.sort(np.argsort(-logits, kind="stable")[: item.top if np.isfinite(logits[0]) else 0])
                 top[item.seq_id] = best, logits[best]

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from shoal.config import EngineConfig
 from shoal.errors import BackendError, ConfigError, UnsupportedModelError
 from shoal.models.decoder import Decoder
-from shoal.models.files import ModelFiles
+from shoal.models.files import ModelFiles, Progress
 from shoal.models.gguf import GgufModel, read_gguf
 from shoal.names import did_you_mean
 from shoal.runners.base import Runner
@@ -27,7 +27,7 @@ RUNNERS = {
 }
 """Name to module, the preferred first. A module is imported when it is asked, its library when it loads a model."""
 
-SETTINGS = ("threads", "pin_threads", "precision", "kv_precision")
+SETTINGS = ("threads", "pin_threads", "kv_precision")
 """Settings of `EngineConfig` that only some runners honour; a runner that was chosen and does not, refuses them."""
 
 
@@ -85,20 +85,27 @@ class Backend(Protocol):
     """What the `backend.py` of a folder of `runners/` offers. Importing it imports no library of the backend.
 
     `WHY` tells why it is chosen where nothing was asked for; `INSTALL` how to get it. `HONOURS` are those of `SETTINGS`
-    that it honours, `OPTIONS` the names that it reads in `EngineConfig.runner_options`.
+    that it honours, `PRECISIONS` the values of `EngineConfig.precision` that it has beside "auto", `OPTIONS` the names
+    that it reads in `EngineConfig.runner_options`.
     """
 
     WHY: str
     INSTALL: str
     HONOURS: Collection[str]
+    PRECISIONS: Collection[str]
     OPTIONS: Collection[str]
 
     def refuses(self, model: LocalModel | None, config: EngineConfig) -> str | None:
         """Why this machine (with None) or this model cannot have this runner; None when it can. Looks at no weight."""
         ...
 
-    def load(self, model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
-        """Load the weights, on the calling thread. `cache_dir` is for forms derived from them."""
+    def load(
+        self, model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Progress | None = None
+    ) -> Runner:
+        """Load the weights, on the calling thread. `cache_dir` is for forms derived from them.
+
+        A backend that makes such a form tells `progress` of it, now and then, on the same thread.
+        """
         ...
 
     def describe(self, model: LocalModel | None, config: EngineConfig, cache_dir: Path | None) -> RunnerCard:
@@ -139,9 +146,11 @@ def choose_runner(config: EngineConfig, model: LocalModel | None = None) -> tupl
     raise BackendError(message, value=refused, hint=" or ".join(backend(name).INSTALL for name in RUNNERS))
 
 
-def load_runner(name: str, model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
+def load_runner(
+    name: str, model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Progress | None = None
+) -> Runner:
     """Load a model's weights into the runner `name`. Raises `ModelError`s, `BackendError`, `ConfigError`."""
-    return backend(name).load(model, config, cache_dir)
+    return backend(name).load(model, config, cache_dir, progress)
 
 
 def describe_runner(
@@ -171,7 +180,8 @@ def _check_asked(name: str, config: EngineConfig, model: LocalModel | None) -> N
     setting = _not_honoured(name, config)
     if setting is not None:
         value = _value(config, setting)
-        hint = f"{name} has no such setting: leave it out, or leave runner at 'auto'"
+        has = "no such setting" if setting != "precision" else f"{', '.join(['auto', *asked.PRECISIONS])}"
+        hint = f"{name} has {has}: leave it out, or leave runner at 'auto'"
         raise ConfigError(f"{setting} is {value!r}, and the runner is {name} (asked for)", value=value, hint=hint)
     reason = asked.refuses(None, config)
     if reason is not None:
@@ -191,11 +201,13 @@ def _not_honoured(name: str, config: EngineConfig) -> str | None:
     asked = backend(name)
     given = [setting for setting in SETTINGS if getattr(config, setting) != getattr(_DEFAULTS, setting)]
     left = [setting for setting in given if setting not in asked.HONOURS]
+    if config.precision not in ("auto", *asked.PRECISIONS):
+        left.append("precision")
     return next(iter([*left, *(option for option in config.runner_options if option not in asked.OPTIONS)]), None)
 
 
 def _value(config: EngineConfig, setting: str) -> Any:
-    return getattr(config, setting) if setting in SETTINGS else config.runner_options[setting]
+    return config.runner_options[setting] if setting in config.runner_options else getattr(config, setting)
 
 
 def _told(refused: dict[str, str]) -> list[str]:

@@ -86,7 +86,7 @@ class _EngineGauges(Collector):
         stats = served.engine.stats()
         for name in ("waiting", "running", "kv_bytes", "kv_held_bytes", "kv_cached_bytes", "weight_bytes"):
             yield GaugeMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))
-        for name in ("steps", "preemptions", "evictions"):
+        for name in ("steps", "preemptions", "evictions", "drafted_tokens", "accepted_tokens"):
             yield CounterMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))
 
 

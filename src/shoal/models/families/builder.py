@@ -13,12 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import ModelFormatError, UnsupportedModelError
-from shoal.models.decoder import Decoder, Linear, Norm, Rotary, StoredTensor, Weight
+from shoal.models.decoder import Activation, Decoder, Linear, Norm, Rotary, StoredTensor, Weight
 from shoal.models.families.family import Family, Pairs
 from shoal.models.families.source import HINT, Facts, Source
 
 Rows = NDArray[np.intp]
 Transform = Literal["plus_one", "minus_exp"]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+    "gelu": "gelu",
+    "relu2": "relu2",
+}
+"""By the names of `transformers`."""
 
 _UNUSED = re.compile(
     r"(blk|model\.layers|layers|mtp|model\.mtp)\.[\w.]*(nextn|eh_proj|shared_head|enorm|hnorm)[\w.]*"
@@ -57,6 +65,20 @@ class Builder:
         if not 0 < eps < 1:
             self.facts.fail(key, eps, "between 0 and 1")
         return eps
+
+    def activation(self, usual: Activation) -> Activation:
+        """The activation that config.json names; `usual` in the family where nothing does.
+
+        `UnsupportedModelError` for one that is not known.
+        """
+        said = self.source.value("activation")
+        if said is None or (usual, said) == ("swiglu_clipped", "silu"):  # gpt-oss calls its own so
+            return usual
+        if said not in _ACTIVATIONS or usual == "swiglu_clipped":
+            raise UnsupportedModelError(
+                f"{self.source.where}: activation {said!r}", value=said, limit=sorted(_ACTIVATIONS), hint="not known"
+            )
+        return _ACTIVATIONS[said]
 
     # Tensors.
 

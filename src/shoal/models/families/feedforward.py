@@ -33,7 +33,7 @@ def dense(
         b.weight(f"{up_name}.weight", (2 * size, b.width))
         gate = b.linear(up_name, size, b.width, np.arange(size), 2 * size)
         up = b.linear(up_name, size, b.width, np.arange(size, 2 * size), 2 * size)
-    return Dense(size, activation, gate, up, b.linear(down_name, b.width, size))
+    return Dense(size, b.activation(activation), gate, up, b.linear(down_name, b.width, size))
 
 
 def mixture(
@@ -71,7 +71,7 @@ def mixture(
         experts=experts,
         used=used,
         size=size,
-        activation=activation,
+        activation=b.activation(activation),
         scoring=scoring,
         router=b.linear(f"{at}ffn_gate_inp", experts, b.width),
         gate=gate,

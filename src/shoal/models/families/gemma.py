@@ -63,6 +63,7 @@ def local_layers(config: Mapping[str, Any]) -> list[bool] | None:
 
 
 KEYS: Keys = {
+    "activation": "hidden_activation",
     "attention.query_scalar": "query_pre_attn_scalar",
     "attention.sliding_window_pattern": lambda c: local_layers(c) or c.get("sliding_window_pattern"),
     "attn_logit_softcapping": lambda c: c.get("attn_logit_softcapping") or 0,
@@ -73,47 +74,42 @@ NAMES: Names = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-GEMMA2 = Family(
-    name="gemma2",
-    gguf=("gemma2",),
-    safetensors=("gemma2",),
-    layer=layer,
-    whole=whole,
-    keys=KEYS,
-    names=NAMES,
-    norms_plus_one=True,
-    defaults={
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
+_SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+def _family(name: str, kinds: tuple[str, ...], **own: float) -> Family:
+    return Family(
+        name=name,
+        gguf=(name,),
+        safetensors=kinds,
+        layer=layer,
+        whole=whole,
+        keys=KEYS,
+        names=NAMES,
+        norms_plus_one=True,
+        defaults={**_SIZES, **own},
+    )
+
+
+GEMMA2 = _family(
+    "gemma2",
+    ("gemma2",),
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    max_position_embeddings=8192,
 )
-GEMMA3 = Family(
-    name="gemma3",
-    gguf=("gemma3",),
-    safetensors=("gemma3", "gemma3_text"),
-    layer=layer,
-    whole=whole,
-    keys=KEYS,
-    names=NAMES,
-    norms_plus_one=True,
-    defaults={
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-    },
+GEMMA3 = _family(
+    "gemma3",
+    ("gemma3", "gemma3_text"),
+    rope_theta=1_000_000.0,
+    rope_local_base_freq=10_000.0,
+    max_position_embeddings=131_072,
 )

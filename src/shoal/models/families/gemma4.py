@@ -138,6 +138,7 @@ FAMILY = Family(
     layer=layer,
     whole=whole,
     keys={
+        "activation": "hidden_activation",
         "attention.sliding_window_pattern": local_layers,
         "attention.shared_kv_layers": lambda c: c.get("num_kv_shared_layers") or 0,
         "attention.head_count_kv": _kv_heads,

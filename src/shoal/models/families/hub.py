@@ -29,6 +29,7 @@ KEYS: Keys = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "activation": lambda c: c.get("mlp_hidden_act") or c.get("hidden_act"),
     "rope.freq_base": lambda c: rope_of(c, False).get("rope_theta"),
     "rope.freq_base_swa": lambda c: rope_of(c, True).get("rope_theta"),
     "rope.dimension_count": lambda c: _turned(c),

@@ -11,6 +11,7 @@ from pathlib import Path
 from shoal.config import EngineConfig
 from shoal.errors import BackendError, ConfigError, UnsupportedModelError
 from shoal.models.decoder import Decoder
+from shoal.models.files import Progress
 from shoal.runners.base import Runner, kv_budget
 from shoal.runners.plan import ModelSpec
 from shoal.runners.registry import LocalModel, RunnerCard
@@ -18,6 +19,7 @@ from shoal.runners.registry import LocalModel, RunnerCard
 WHY = "an NVIDIA GPU"
 INSTALL = "pip install 'shoal[cuda]' on a machine with an NVIDIA GPU"
 HONOURS = ()
+PRECISIONS = ("bf16",)
 OPTIONS = ("device",)
 """`device`: which GPU, "cuda:0" unless given. One engine uses one GPU."""
 
@@ -53,7 +55,7 @@ def _model_refusal(model: LocalModel) -> str | None:
     return refusal(decoder)
 
 
-def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
+def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Progress | None = None) -> Runner:
     """Bring a model to the GPU. Nothing is kept in `cache_dir`; kernels are compiled when a step first needs them.
 
     Raises `ModelError`s, `ConfigError` for a budget below one block, `BackendError` when the GPU's free memory does

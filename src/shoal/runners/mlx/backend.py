@@ -11,12 +11,14 @@ from typing import Any
 
 from shoal.config import EngineConfig, parse_bytes
 from shoal.errors import BackendError, ModelError
+from shoal.models.files import Progress
 from shoal.runners.base import Runner
 from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "Apple silicon"
 INSTALL = "pip install 'shoal[mlx]', or use runner='openvino'"
-HONOURS = ("precision",)
+HONOURS = ()
+PRECISIONS = ("bf16", "f32")
 OPTIONS = ("cache_limit",)
 """`cache_limit`: bytes of freed memory that MLX keeps for reuse, in this process; without it MLX decides."""
 
@@ -46,7 +48,7 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
     return reason
 
 
-def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
+def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Progress | None = None) -> Runner:
     """Load a GGUF, or a directory that `mlx-lm` knows. Nothing is kept in `cache_dir`."""
     limit = config.runner_options.get("cache_limit")
     runner: Runner = import_mlx("runner").MLXRunner.load(

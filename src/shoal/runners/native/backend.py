@@ -7,12 +7,15 @@ from pathlib import Path
 
 from shoal.config import EngineConfig
 from shoal.errors import BackendError, UnsupportedModelError
+from shoal.models.files import Progress
+from shoal.models.precision import AT_LOAD
 from shoal.runners.base import Runner
 from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "kernels of our own for this CPU and model"
 INSTALL = "install a C++ compiler and reinstall shoal, or use runner='openvino'"
 HONOURS = ("threads", "pin_threads", "kv_precision")
+PRECISIONS = AT_LOAD
 OPTIONS = ("mmap",)
 
 
@@ -33,7 +36,7 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
         return error.message
 
 
-def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
+def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Progress | None = None) -> Runner:
     """Load a GGUF file or a directory with safetensors; the weights are packed once, into `cache_dir`."""
     from shoal.runners.native.runner import NativeRunner
 
@@ -50,6 +53,8 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
         max_step_tokens=config.max_step_tokens,
         max_batch=config.max_batch,
         mmap=bool(config.runner_options.get("mmap", False)),
+        precision=config.precision,
+        progress=progress,
     )
 
 
@@ -60,11 +65,14 @@ def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | N
 
     core = load_core()
     asked = os.environ.get("SHOAL_ISA", "auto")
-    packed = packed_path(model.files, cache_dir) if model is not None and cache_dir is not None else None
+    packed = None
+    if model is not None and cache_dir is not None:
+        packed = packed_path(model.files, cache_dir, config.precision)
     return RunnerCard(
         devices=(f"CPU, {config.threads or core.cpus()} threads",),
-        precision="int8",
-        why="weights as the file has them, activations in 8 bits per group of 32; "
+        precision="int8" if config.precision == "auto" else config.precision,
+        why=f"weights {'as the file has them' if config.precision == 'auto' else f'quantised to {config.precision}'}, "
+        "activations in 8 bits per group of 32; "
         "KV in bf16 (kv_precision='u8' halves it)",
         kv=("bf16", "u8"),
         isa=tuple(name for name in core.isas() if asked == "auto" or name.startswith(asked)),

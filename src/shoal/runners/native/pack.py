@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
 from shoal.models.decoder import Weight
+from shoal.models.files import Progress
 from shoal.runners.native.core import load_core
 from shoal.runners.native.grid import GRIDS, grid_blocks
 
@@ -72,10 +73,10 @@ class PackedTensor:
         """The GGML type."""
         return self.weight.type
 
-    def encoded(self) -> NDArray[np.uint8]:
-        """The bytes of a matrix, uint8 [n, bytes of a row]: a view of the file, or a copy where its rows are picked."""
+    def encoded_rows(self, first: int, count: int) -> NDArray[np.uint8]:
+        """The bytes of some rows of a matrix, uint8 [rows, bytes of a row]; no more of the file is read."""
         assert isinstance(self.weight, Weight)
-        return self.weight.encoded().reshape(self.shape[0], -1)
+        return self.weight.encoded_rows(first, count)
 
     def values(self) -> NDArray[np.float32]:
         """The numbers of a vector."""
@@ -194,12 +195,13 @@ def _fill(piece: _Piece, out: NDArray[np.uint8]) -> None:
         out[len(values) :] = 0
         return
     core = load_core()
-    packed, kind, rows = out[: piece.strips * core.strips_of(asdict(entry))[0]], part.type, part.encoded()
+    packed, kind = out[: piece.strips * core.strips_of(asdict(entry))[0]], part.type
+    rows = part.encoded_rows(first * STRIP, piece.strips * STRIP)
+    form = asdict(replace(entry, n=len(rows)))
     out[len(packed) :] = 0
     if kind in GRIDS:  # its rows become blocks of another type first
-        rows = rows[first * STRIP : (first + piece.strips) * STRIP]
-        entry, kind, first, rows = replace(entry, n=len(rows)), "GRID", 0, grid_blocks(kind, rows)
-    core.pack(asdict(entry), kind, np.ascontiguousarray(rows).reshape(-1), first, piece.strips, packed)
+        kind, rows = "GRID", grid_blocks(kind, rows)
+    core.pack(form, kind, np.ascontiguousarray(rows).reshape(-1), packed)
 
 
 def packed_bytes(part: PackedTensor) -> NDArray[np.uint8]:
@@ -211,8 +213,13 @@ def packed_bytes(part: PackedTensor) -> NDArray[np.uint8]:
     return out
 
 
-def write_packed(path: Path, facts: dict[str, Any], tensors: list[PackedTensor]) -> None:
-    """Pack tensors into the file at `path`, whole or not at all. `StoreError` when the disk will not have it."""
+def write_packed(
+    path: Path, facts: dict[str, Any], tensors: list[PackedTensor], progress: Progress | None = None
+) -> None:
+    """Pack tensors into the file at `path`, whole or not at all; `progress` hears of it after every piece.
+
+    `StoreError` when the disk will not have it.
+    """
     entries, pieces, offset = [], list[_Piece](), 0
     for tensor in tensors:
         entry, size = entry_of(tensor, offset)
@@ -227,7 +234,7 @@ def write_packed(path: Path, facts: dict[str, Any], tensors: list[PackedTensor])
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                hashes = _write_pieces(file.fileno(), pieces, start)
+                hashes = _write_pieces(file.fileno(), pieces, start, progress)
                 file.write(_front(header, [(p.end - p.start, h) for p, h in zip(pieces, hashes, strict=True)], start))
                 file.flush()
                 os.fsync(file.fileno())
@@ -257,7 +264,7 @@ def _front(header: dict[str, Any], pieces: Iterable[tuple[int, int]], start: int
     return _FRONT.pack(_MAGIC, start, load_core().hash(np.frombuffer(text, np.uint8))) + text
 
 
-def _write_pieces(descriptor: int, pieces: list[_Piece], start: int) -> list[int]:
+def _write_pieces(descriptor: int, pieces: list[_Piece], start: int, progress: Progress | None) -> list[int]:
     """Make and write all pieces on the threads there are; returns their hashes. What it holds are some buffers."""
     local, core = threading.local(), load_core()
     most = max((p.end - p.start for p in pieces), default=0)
@@ -273,8 +280,13 @@ def _write_pieces(descriptor: int, pieces: list[_Piece], start: int) -> list[int
             view, at = view[done:], at + done
         return int(core.hash(out))
 
+    hashes = []
     with ThreadPoolExecutor(core.cpus()) as pool:
-        return list(pool.map(one, pieces))
+        for piece, digest in zip(pieces, pool.map(one, pieces), strict=True):
+            hashes.append(digest)
+            if progress is not None:
+                progress("pack", piece.end, pieces[-1].end)
+    return hashes
 
 
 class Packed(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -12,8 +13,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.config import Precision
 from shoal.errors import BackendError, ConfigError, ModelFormatError, RunnerError
-from shoal.models.files import ModelFiles
+from shoal.models.files import ModelFiles, Progress
+from shoal.models.precision import quantised
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
 from shoal.runners.native.core import load_core
@@ -57,6 +60,8 @@ class NativeRunner:
         max_step_tokens: int = 1024,
         max_batch: int = 8,
         mmap: bool = False,
+        precision: Precision = "auto",
+        progress: Progress | None = None,
     ) -> NativeRunner:
         """Load a GGUF for this machine's CPU.
 
@@ -66,25 +71,27 @@ class NativeRunner:
         per CPU this process may use; with `pin_threads` each but the caller's stays on a CPU of its own, counted from
         the first one allowed (Linux only). `kv_precision` "u8" keeps K and V in 8 bits with a scale per token and head;
         "auto" is bf16. With `mmap` the weights stay in the packed file and are read as they are needed, so that a model
-        larger than memory runs; they do not count as memory then, and are not checked for damage. The environment
-        variable SHOAL_ISA forces an instruction set. Raises `ModelError`s for what is wrong with the files,
-        `BackendError` when the extension is missing or memory does not suffice, `ConfigError` for a budget below one
-        block.
+        larger than memory runs; they do not count as memory then, and are not checked for damage. `precision`, one of
+        `AT_LOAD`, quantises matrices of more bits when they are packed; "auto" leaves them as they are. `progress`
+        hears of packing. The environment variable SHOAL_ISA forces an instruction set. Raises `ModelError`s for what
+        is wrong with the files, `BackendError` when the extension is missing or memory does not suffice, `ConfigError`
+        for a budget below one block.
         """
         core = load_core()
-        path = packed_path(files, cache_dir)
+        path = packed_path(files, cache_dir, precision)
         isa = os.environ.get("SHOAL_ISA", "auto")
 
         def made(packed: pack.Packed) -> NativeRunner:
             facts = {**packed.facts, "kv_bits": 8 if kv_precision == "u8" else 16}
             weight_bytes = 0 if mmap else packed.start + sum(length for length, _ in packed.pieces)
             spec = _spec(core, facts, weight_bytes, kv_bytes, memory_bytes, max_step_tokens, max_batch)
+            spec = spec if precision == "auto" else replace(spec, precision=precision)
             settings: dict[str, Any] = {"blocks": spec.num_blocks, "checkpoints": spec.num_checkpoints}
             settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa, "map": mmap}
             return cls(core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces), spec)
 
         try:
-            return _of_packed(files, path, made)
+            return _of_packed(path, made, lambda: _pack_again(files, path, precision, progress))
         except core.FormatError as error:
             raise ModelFormatError(f"{path}: {error}", value=isa, hint="check SHOAL_ISA, or delete the file") from error
         except (MemoryError, RuntimeError) as error:
@@ -166,12 +173,13 @@ class NativeRunner:
         return self._core
 
 
-def packed_path(files: ModelFiles, cache_dir: Path) -> Path:
+def packed_path(files: ModelFiles, cache_dir: Path, precision: Precision = "auto") -> Path:
     """Where the packed form of a model lies. One layout serves all instruction sets."""
-    return cache_dir / f"{files.key}.native-{pack.LAYOUT_VERSION}.pack"
+    kind = "" if precision == "auto" else f"-{precision}"
+    return cache_dir / f"{files.key}{kind}.native-{pack.LAYOUT_VERSION}.pack"
 
 
-def _of_packed(files: ModelFiles, path: Path, make: Callable[[pack.Packed], NativeRunner]) -> NativeRunner:
+def _of_packed(path: Path, make: Callable[[pack.Packed], NativeRunner], pack_again: Callable[[], None]) -> NativeRunner:
     """What `make` makes of the packed file, which is packed again when it is missing, damaged or of another version.
 
     Twice at most: a process with a later layout that packs the same model just then removes the file.
@@ -180,30 +188,35 @@ def _of_packed(files: ModelFiles, path: Path, make: Callable[[pack.Packed], Nati
         try:
             return make(pack.read_header(path))
         except (ModelFormatError, load_core().DamagedError):
-            _pack_again(files, path)
+            pack_again()
     return make(pack.read_header(path))
 
 
-def _pack_again(files: ModelFiles, path: Path) -> None:
+def _pack_again(files: ModelFiles, path: Path, precision: Precision, progress: Progress | None) -> None:
     """Pack, and remove what earlier versions of this package packed of the same model."""
-    write_packed(files, path)
-    for old in path.parent.glob(f"{files.key}.native-*.pack"):
-        version = old.name.removeprefix(f"{files.key}.native-").removesuffix(".pack")
+    write_packed(files, path, precision, progress)
+    stem = path.name.removesuffix(f"{pack.LAYOUT_VERSION}.pack")
+    for old in path.parent.glob(f"{stem}*.pack"):
+        version = old.name.removeprefix(stem).removesuffix(".pack")
         if version.isdecimal() and int(version) < pack.LAYOUT_VERSION:
             with contextlib.suppress(OSError):
                 old.unlink()
 
 
-def write_packed(files: ModelFiles, path: Path) -> None:
+def write_packed(
+    files: ModelFiles, path: Path, precision: Precision = "auto", progress: Progress | None = None
+) -> None:
     """Pack a model's weights. Raises the `ModelError` that says why it cannot be."""
     model = LocalModel.read(files).decoder()
+    if precision != "auto":
+        model = quantised(model, precision)
     reason = describe.refuses(model)
     if reason is not None:
         raise BackendError(
             f"the native runner does not take {files.name}: {reason}", value=reason, hint="use runner='openvino'"
         )
     describe.check(model, load_core())
-    pack.write_packed(path, describe.facts_of(model), describe.tensors_of(model))
+    pack.write_packed(path, describe.facts_of(model), describe.tensors_of(model), progress)
 
 
 def _row_bytes(facts: dict[str, Any]) -> int:

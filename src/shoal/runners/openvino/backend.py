@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Literal, cast
 
 from shoal.config import EngineConfig
 from shoal.errors import ModelError
+from shoal.models.files import Progress
 from shoal.runners.base import Runner
 from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "OpenVINO's kernels for CPUs"
 INSTALL = "pip install openvino"
-HONOURS = ("threads", "pin_threads", "precision")
+HONOURS = ("threads", "pin_threads")
+PRECISIONS = ("bf16", "f32")
 OPTIONS = ()
 
 
@@ -35,7 +38,7 @@ def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
     return None
 
 
-def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
+def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Progress | None = None) -> Runner:
     """Load a directory with an OpenVINO model, or a GGUF, which is converted once, into `cache_dir`."""
     from shoal.runners.openvino.runner import OpenVINORunner
 
@@ -48,7 +51,7 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path) -> Runner:
         cache_dir=cache_dir,
         threads=config.threads,
         pin_threads=config.pin_threads,
-        precision=config.precision,
+        precision=cast(Literal["auto", "bf16", "f32"], config.precision),  # the registry has refused others
         max_step_tokens=config.max_step_tokens,
     )
 

@@ -194,8 +194,8 @@ def _split(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
 
 def _output(logits: NDArray[np.float32], wanted: Wanted) -> StepOutput:
     full = wanted.logits
-    argmax = {}
+    argmax: dict[SeqId, tuple[int, ...]] = {}
     for seq_id, row in zip(wanted.argmax, logits[full:], strict=False):
         token = int(row.argmax())  # NaN, wherever it is, counts as the largest
-        argmax[seq_id] = (token if np.isfinite(row[token]) else -1,)
+        argmax[seq_id] = (*argmax.get(seq_id, ()), token if np.isfinite(row[token]) else -1)
     return StepOutput(argmax, logits[:full] if full else None)

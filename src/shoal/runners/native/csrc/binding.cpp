@@ -47,7 +47,8 @@ LayerFacts layer_of(const nb::dict& d) {
         l.norms[nb::cast<std::string>(pair[0])] = norm_of(facts);
     }
     take_kind(d, "mixer", 5, l.mixer), take_kind(d, "feed", 3, l.feed), take_kind(d, "routing", 3, l.routing);
-    take_kind(d, "activation", 4, l.activation), take_kind(d, "shared_activation", 4, l.shared_activation);
+    take_kind(d, "activation", int(Activation::kCount), l.activation);
+    take_kind(d, "shared_activation", int(Activation::kCount), l.shared_activation);
     const std::pair<const char*, int*> integers[] = {{"heads", &l.heads},
                                                      {"kv_heads", &l.kv_heads},
                                                      {"dim", &l.dim},
@@ -139,15 +140,14 @@ Packed packed_of(const std::string& path, size_t start, const nb::list& entries,
 using Bytes = nb::ndarray<uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Source = nb::ndarray<const uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Strips first .. first + count - 1 of a matrix into `out`.
-void pack(const nb::dict& entry, const std::string& type, Source raw, int first, int count, Bytes out) {
+// The rows of a matrix into its strips.
+void pack(const nb::dict& entry, const std::string& type, Source raw, Bytes out) {
     const Matrix form = form_of(entry_of(entry));
-    const bool inside = first >= 0 && count >= 0 && first <= form.strips && count <= form.strips - first;
-    if (!inside || raw.size() != row_bytes(type, form.k) * size_t(form.n) ||
-        out.size() != form.strip_bytes * size_t(count))
+    if (raw.size() != row_bytes(type, form.k) * size_t(form.n) ||
+        out.size() != form.strip_bytes * size_t(form.strips))
         throw FormatError("what is packed does not have the size of its form");
     nb::gil_scoped_release release;
-    pack_strips(form, type, raw.data(), first, count, out.data());
+    pack_strips(form, type, raw.data(), out.data());
 }
 
 // Row `row` of a packed matrix, as float32.

@@ -161,7 +161,7 @@ inline size_t kv_head_bytes(int dim, int v_dim, int bits) {
 
 // What a feed-forward does between its products. kClipped is gpt-oss's: the gate is cut at `limit`, up at both ends of it, and
 // the result is gate * sigmoid(alpha * gate) * (up + 1).
-enum class Activation : int { kSilu, kGelu, kRelu2, kClipped };
+enum class Activation : int { kSilu, kGelu, kRelu2, kClipped, kGeluExact, kCount };
 
 // A causal convolution over the tokens of a sequence, each channel alone. `weight` [taps][channels], the newest token last.
 constexpr int kMostTaps = 8;

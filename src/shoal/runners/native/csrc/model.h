@@ -269,9 +269,8 @@ Matrix form_of(const Entry& e);                                // without data; 
 Pages read_packed(const Packed& file, int threads, bool map);  // DamagedError when it cannot be read or a hash differs
 uint64_t hash_of(const uint8_t* data, size_t bytes);
 void unpack_row(const Matrix& w, int row, float* out);  // one output's weights, exact
-// Strips first .. first + count - 1 of a matrix of this form, from all its rows of blocks of a GGML type, to `out`. FormatError for a
-// type that is not known.
-void pack_strips(const Matrix& form, const std::string& type, const uint8_t* raw, int first, int count, uint8_t* out);
+// All rows of a matrix, blocks of a GGML type, to its strips. FormatError for a type that is not known.
+void pack_strips(const Matrix& form, const std::string& type, const uint8_t* raw, uint8_t* out);
 size_t row_bytes(const std::string& type, int k);  // of that type in a GGUF file
 
 }  // namespace shoal

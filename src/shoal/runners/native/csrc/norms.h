@@ -68,6 +68,18 @@ void activate(Activation kind, float* gate, const float* up, int n, float alpha,
                 const F u = sub(set(0.f), max2(low, sub(set(0.f), max2(low, load(up + i)))));
                 store(gate + i, mul(mul(g, sigmoid(mul(g, set(alpha)))), add(u, set(1.f))));
             }
+            return;
+        case Activation::kGeluExact:  // g (1 + erf(g / sqrt 2)) / 2, erf by Abramowitz and Stegun 7.1.26: to 1.5e-7
+            return each(gate, up, n, [](F g) {
+                const F size = max2(sub(set(0.f), g), g);
+                const F t = div(set(1.f), fma(size, set(0.3275911f * 0.70710678f), set(1.f)));
+                F p = fma(set(1.061405429f), t, set(-1.453152027f));
+                p = fma(fma(fma(p, t, set(1.421413741f)), t, set(-0.284496736f)), t, set(0.254829592f));
+                const F tail = mul(mul(p, t), exp2_of(mul(mul(size, size), set(-0.5f * 1.44269504f))));
+                return fma(mul(size, tail), set(-0.5f), max2(set(0.f), g));
+            });
+        case Activation::kCount:
+            return;
     }
 }
 

@@ -174,11 +174,11 @@ void put_scales(Scales scales, const Block* rows, uint8_t* out) {
         });
 }
 
-void pack_dense(const Matrix& w, const uint8_t* raw, int first, int count, uint8_t* out) {
+void pack_dense(const Matrix& w, const uint8_t* raw, uint8_t* out) {
     const size_t size = w.codes == Codes::kFloat ? 4 : 2, row = size * size_t(w.k);
-    for (int s = 0; s < count; s++, out += w.strip_bytes)
+    for (int s = 0; s < w.strips; s++, out += w.strip_bytes)
         for (int r = 0; r < kStrip; r++) {
-            const int i = (first + s) * kStrip + r;
+            const int i = s * kStrip + r;
             const uint8_t* from = i < w.n ? raw + size_t(i) * row : nullptr;
             for (size_t k = 0; k < size_t(w.k); k++)
                 if (from)
@@ -227,16 +227,16 @@ size_t row_bytes(const std::string& name, int k) {
     return size_t(k / type.weights) * size_t(type.bytes);
 }
 
-void pack_strips(const Matrix& w, const std::string& name, const uint8_t* raw, int first, int count, uint8_t* out) {
+void pack_strips(const Matrix& w, const std::string& name, const uint8_t* raw, uint8_t* out) {
     const Type& type = type_of(name);
-    if (!type.take) return pack_dense(w, raw, first, count, out);
+    if (!type.take) return pack_dense(w, raw, out);
     const size_t row = row_bytes(name, w.k), size = size_t(block_bytes(w.codes, w.scales));
     const int low = low_bytes(w.codes), upper = upper_bytes(w.codes);
     std::vector<Block> rows(kStrip);
-    for (int s = 0; s < count; s++)
+    for (int s = 0; s < w.strips; s++)
         for (int b = 0; b < w.k / type.weights; b++, out += size) {
             for (int r = 0; r < kStrip; r++) {
-                const int i = (first + s) * kStrip + r;
+                const int i = s * kStrip + r;
                 if (i < w.n)
                     type.take(raw + size_t(i) * row + size_t(b) * size_t(type.bytes), rows[size_t(r)]);
                 else
