@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shoal.core.commands import PreemptAll
 from shoal.types import Namespace, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -24,9 +23,12 @@ def warm_up(engine: Engine) -> float:
     Half of the rows are greedy, half sampled. Nothing of it is left in the prefix tree; `stats` counts its steps.
     """
     begin = time.perf_counter()
+    loop = engine._loop
+    tiering = engine.call(loop.leave_tiers)  # what comes from a tier is not computed, and nobody wants this KV again
     for count, length in _shapes(engine):
         engine.run([_request(engine, row, length) for row in range(count)])
-    engine.call(lambda: engine._loop.scheduler.apply(PreemptAll(drop_cached=True)))
+    engine.call(loop.drop_kv)
+    engine.call(lambda: loop.join_tiers(tiering))
     return time.perf_counter() - begin
 
 

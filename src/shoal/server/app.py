@@ -293,6 +293,8 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
             told["warmup_s"] = served.engine.warmup_s
             if served.engine.governor is not None:
                 told["power"] = served.engine.governor.describe()
+            if served.engine.memory is not None:
+                told["memory"] = served.engine.memory.describe()
             told["engine"] = {**dataclasses.asdict(engine), "hit_rate": engine.hit_rate}
         return told
 
