@@ -35,19 +35,19 @@ def upcoming(seq: Sequence, count: int) -> list[int]:
 
 def test_a_place_is_found_by_two_tokens_and_by_four_first() -> None:
     index = Suffixes([1, 2, 3, 4, 5, 9, 9, 3, 4, 6])
-    assert index.find([3, 4]) == (9, 2)  # the last one
-    assert index.find([1, 2, 3, 4]) == (4, 4)  # the longer agreement, though it is older
-    assert index.find([7, 3, 4]) == (9, 2)
-    assert index.find([4, 3]) == (-1, 0)
-    assert index.find([4]) == (-1, 0)
+    assert index.find(Suffixes([3, 4])) == (9, 2)  # the last one
+    assert index.find(Suffixes([1, 2, 3, 4])) == (4, 4)  # the longer agreement, though it is older
+    assert index.find(Suffixes([7, 3, 4])) == (9, 2)
+    assert index.find(Suffixes([4, 3])) == (-1, 0)
+    assert index.find(Suffixes([4])) == (-1, 0)
 
 
 def test_a_text_does_not_find_its_own_end() -> None:
     index = Suffixes([5, 6, 7, 8])
-    assert index.find(index.tokens) == (-1, 0)
+    assert index.find(index) == (-1, 0)
     index.append(5)
     index.append(6)
-    assert index.find(index.tokens) == (2, 2)
+    assert index.find(index) == (2, 2)
 
 
 def test_tokens_at_once_and_one_by_one_make_the_same_index() -> None:
@@ -61,7 +61,7 @@ def test_tokens_at_once_and_one_by_one_make_the_same_index() -> None:
         for _ in range(50):
             at = rng.randrange(size)
             tail = tokens[max(at - 20, 0) : at]
-            found = {index.find(tail) for index in (whole, grown, mixed)}
+            found = {index.find(Suffixes(tail)) for index in (whole, grown, mixed)}
             for place, length in found:  # tables may be of other sizes, and so lose other places
                 assert place < 0 or (tokens[place - length : place] == tail[-length:] and length <= LONGEST)
         assert whole.tokens == grown.tokens == mixed.tokens

@@ -32,6 +32,7 @@ MAY_SEE = {
     "diagnostics": BASE | {"core", "sampling", "models", "runners", "engine"},
     "agents": BASE | {"sampling", "runners.plan", "engine"},
     "server": BASE | {"core", "sampling", "models", "runners", "power", "engine", "agents"},
+    "cluster": BASE | {"core", "sampling", "models", "runners", "power", "engine", "agents", "server"},
     "bench": BASE | {"core", "sampling", "models", "runners", "power", "engine", "agents"},
 }
 """What each folder of the package may import: only what lies below it, so that no circle crosses a folder."""

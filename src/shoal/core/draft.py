@@ -29,6 +29,7 @@ _TOTAL = 1 << 19  # tokens of all histories
 _NAMESPACES = 1024  # that have one
 _GIVEN_AT_ONCE = 64  # output tokens after which a running sequence's text is within reach of others
 _LEAST_GAIN = 1.02  # tokens a second with drafts, against without: below that it is left
+_HOPELESS = 0.9  # of the best so far: more rows, which cost in jumps, do not make up for that
 _LEAST_CHANCE = 0.05  # of a drafted token: what is less likely to count is not looked at
 _PRIOR = 6.0  # observations that what is known of all sequences counts for in one of them
 
@@ -116,40 +117,47 @@ class Draft:
     def _look(self) -> None:
         """Find where the end of the text was before: where most agrees, of equals in the own text."""
         own = self.own
-        tail = own.tokens[-LONGEST:]
-        self.source, (self.at, self.length) = own, own.find(tail)
+        self.source, (self.at, self.length) = own, own.find(own)
         self.kind = _PREDICTION if self.at < self.predicted else _OWN
         for part in self.history.parts:
-            at, length = part.find(tail)
-            if length > self.length:
-                self.source, self.at, self.length, self.kind = part, at, length, _HISTORY
+            if part.tokens:
+                at, length = part.find(own)
+                if length > self.length:
+                    self.source, self.at, self.length, self.kind = part, at, length, _HISTORY
 
     def follow(self, tokens: Seq[int], odds: Odds) -> None:
         """Take in what the sequence wrote; `odds` are those of all sequences."""
+        own, mine = self.own, self.odds
         for token in tokens:
             at, right = self.at, False
             if at >= 0:
                 right = self.source.tokens[at] == token
                 bucket = self.kind * _BUCKETS + _BUCKET[self.length]
-                self.odds.note(bucket, right)
+                mine.note(bucket, right)
                 odds.note(bucket, right)
-                self.foretold += right and self.kind == _PREDICTION
-            self.own.append(token)
-            if right and at + 1 < len(self.source.tokens):
-                self.at = at + 1
-                self.length = min(self.length + 1, LONGEST)
-                if self.kind == _PREDICTION and self.at >= self.predicted:  # it went over the prediction's end
+            own.append(token)
+            if not right:
+                self._look()
+                continue
+            self.at = at = at + 1
+            self.length += self.length < LONGEST
+            if self.kind == _PREDICTION:
+                self.foretold += 1
+                if at >= self.predicted:  # it went over the prediction's end
                     self._look()
-            else:
+            elif at >= len(self.source.tokens):
                 self._look()
         self.taken += len(tokens)
 
     def chance(self, depth: int, odds: Odds) -> float:
         """How likely the drafted token `depth` (0: the first) is right when those before it are."""
-        bucket = self.kind * _BUCKETS + _BUCKET[min(self.length + depth, LONGEST)]
-        first = _FIRST[_BUCKET[min(self.length + depth, LONGEST)]]
+        length = self.length + depth
+        bucket = _BUCKET[length if length < LONGEST else LONGEST]
+        first = _FIRST[bucket]
+        bucket += self.kind * _BUCKETS
         known = (odds.hits[bucket] + 2 * first) / (odds.seen[bucket] + 2)
-        return (self.odds.hits[bucket] + _PRIOR * known) / (self.odds.seen[bucket] + _PRIOR)
+        own = self.odds
+        return (own.hits[bucket] + _PRIOR * known) / (own.seen[bucket] + _PRIOR)
 
 
 class Drafter:
@@ -227,8 +235,11 @@ class Drafter:
                 break
             tokens -= chance
             taken.append(number)
-            if tokens / step_ms > best:
-                best, best_at = tokens / step_ms, len(taken)
+            rate = tokens / step_ms
+            if rate > best:
+                best, best_at = rate, len(taken)
+            elif rate < _HOPELESS * best:
+                break
             seq, limit = rows[number]
             draft = seq.draft
             assert draft is not None

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from itertools import pairwise
 
 _START = 32  # prompt tokens beside decodes while nothing is known of this machine
 _LEAST = 8  # a step always moves prompts on by this much, or a bound too small for the machine would stop them
 _SHARE = 0.85  # of the stall bound that a step is planned to take
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)  # rows
+_EAGER = 16  # steps after which numbers of rows that were not seen are looked at this seldom
 
 
 def _shape(rows: int) -> float:
     """What a step of so many rows costs beside one of a single row, before anything was measured."""
     return 1 + 0.1 * min(rows - 1, 7) + 0.25 * max(rows - 8, 0)
+
+
+def _places() -> list[tuple[int, float]]:
+    """Between which of the knots a number of rows is: the lower one, and how far from it towards the next."""
+    places = [(0, 0.0)]
+    for at, (low, high) in enumerate(pairwise(_KNOTS)):
+        places += [(at, (rows - low) / (high - low)) for rows in range(low, high)]
+    return [*places, (len(_KNOTS) - 2, 1.0)]
+
+
+_PLACES = _places()
 
 
 class StepTimes:
@@ -25,42 +37,61 @@ class StepTimes:
     def __init__(self) -> None:
         self._ms = [0.0] * len(_KNOTS)
         self._seen = [0.0] * len(_KNOTS)
+        self._steps = 0
+        self._off = 0.0  # by how much steps took longer than was expected, lately
 
     @property
     def known(self) -> bool:
         """True when a step was measured."""
-        return self._ms[0] > 0
+        return self._steps > 0
 
     def __call__(self, rows: int) -> float:
         """What a step of so many rows takes."""
-        at, part = self._place(rows)
-        return self._ms[at] + part * (self._ms[at + 1] - self._ms[at])
-
-    @staticmethod
-    def _place(rows: int) -> tuple[int, float]:
-        at = min(bisect_right(_KNOTS, rows), len(_KNOTS) - 1) - 1
-        return at, min((rows - _KNOTS[at]) / (_KNOTS[at + 1] - _KNOTS[at]), 1.0)
+        at, part = _PLACES[rows] if rows < len(_PLACES) else _PLACES[-1]
+        low = self._ms[at]
+        return low + part * (self._ms[at + 1] - low)
 
     def observe(self, rows: int, ms: float) -> None:
         """Learn from one step."""
         ms = max(ms, 1e-3)
-        if not self.known:
+        if not self._steps:
             self._ms = [ms * _shape(knot) / _shape(rows) for knot in _KNOTS]
-        at, part = self._place(rows)
+        at, part = _PLACES[min(rows, len(_PLACES) - 1)]
         off = min(max(ms / self(rows), 0.5), 2.0) - 1  # a step that was held up is no news of its rows
-        shares = {at: 1 - part, at + 1: part}
-        rate = max(0.15, 0.7 / (1 + sum(share * self._seen[k] for k, share in shares.items())))
-        for k, knot in enumerate(_KNOTS):
-            share = shares.get(k, 0.0)
+        seen = (1 - part) * self._seen[at] + part * self._seen[at + 1]
+        rate = max(0.15, 0.7 / (1 + seen)) * off
+        for knot, share in ((at, 1 - part), (at + 1, part)):
             if share:
-                self._ms[k] *= 1 + rate * share * off
-                self._seen[k] += share
-            elif not self._seen[k]:
-                self._ms[k] *= 1 + rate * off
+                self._ms[knot] *= 1 + rate * share
+                self._seen[knot] += share
+        self._off += 0.1 * (off - self._off)
+        self._steps += 1
+        if self._steps < _EAGER or self._steps % _EAGER == 0:
+            self._drift(rows, ms, at)
+            self._guess()
+
+    def _drift(self, rows: int, ms: float, at: int) -> None:
+        """Let the numbers of rows that were not seen now follow, slowly, and come nearer to what would be guessed."""
+        for knot, seen in enumerate(self._seen):
+            if seen and knot not in (at, at + 1) and self._steps >= _EAGER:
+                guess = ms * _shape(_KNOTS[knot]) / _shape(rows)
+                self._ms[knot] += 0.3 * self._off * self._ms[knot] + 0.03 * (guess - self._ms[knot])
+
+    def _guess(self) -> None:
+        """Numbers of rows that were never seen: between those around them, or as much more than the next one below."""
+        known = [knot for knot, seen in enumerate(self._seen) if seen]
+        for knot, seen in enumerate(self._seen):
+            if seen:
+                continue
+            below = max((k for k in known if k < knot), default=None)
+            above = min((k for k in known if k > knot), default=None)
+            if below is not None and above is not None:
+                part = (_KNOTS[knot] - _KNOTS[below]) / (_KNOTS[above] - _KNOTS[below])
+                self._ms[knot] = self._ms[below] + part * (self._ms[above] - self._ms[below])
             else:
-                guess = ms * _shape(knot) / _shape(rows)
-                self._ms[k] *= 1 + 0.03 * off
-                self._ms[k] += 0.002 * (guess - self._ms[k])
+                near = above if below is None else below
+                assert near is not None
+                self._ms[knot] = self._ms[near] * _shape(_KNOTS[knot]) / _shape(_KNOTS[near])
 
 
 class Pacer:

@@ -15,7 +15,12 @@ from shoal.core.commands import (
     Defer,
     Expect,
     Fail,
+    Forget,
+    Hold,
+    KeepCached,
     PreemptAll,
+    PreemptLow,
+    Restore,
     Schedule,
     SetMaxRunning,
     SetMaxStall,
@@ -25,7 +30,7 @@ from shoal.core.commands import (
 from shoal.core.deadlines import Deadlines
 from shoal.core.draft import Drafter, why_not
 from shoal.core.keeping import Keeping
-from shoal.core.kv import KVCacheManager
+from shoal.core.kv import KVCacheManager, Restored
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
 from shoal.core.pacing import Pacer
@@ -33,7 +38,7 @@ from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Ended, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
-from shoal.types import FinishReason, SamplingParams
+from shoal.types import FinishReason, Priority, SamplingParams
 
 _urgency = attrgetter("urgency")
 
@@ -67,6 +72,7 @@ class Scheduler:
         self._now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
+        self._restored = Restored()
         self._rows = 0  # of logits that a step may still give to sequences that are scored
         self._step = 0
         self._admissions = 0
@@ -93,8 +99,19 @@ class Scheduler:
                 self.kv.tree.release(self.pinned.pop(command.seq_id, []))
             case Expect() | CancelExpectation():
                 self._announce(command)
+            case Hold():
+                self._hold(command)
+            case Restore():
+                self._restore(command)
+            case Forget():
+                self.kv.tree.forget(command.blocks)
             case PreemptAll():
                 self._preempt_all(drop_cached=command.drop_cached)
+            case PreemptLow():
+                for seq in [seq for seq in self.running if seq.spec.priority is Priority.LOW]:
+                    self._preempt(seq)
+            case KeepCached():
+                self.kv.keep_cached(command.keeping)
             case Defer():
                 self.queue.deferring = command.deferring
             case SetMaxRunning():
@@ -130,6 +147,11 @@ class Scheduler:
     def take_released(self) -> list[SeqId]:
         """Sequences that left the batch, ended or preempted, since the last call."""
         taken, self._released = self._released, []
+        return taken
+
+    def take_restored(self) -> Restored:
+        """The blocks and the checkpoint that the last `Restore` found room for; they are to be written at once."""
+        taken, self._restored = self._restored, Restored()
         return taken
 
     def _add(self, command: Add) -> None:
@@ -207,6 +229,20 @@ class Scheduler:
         seq = self._by_id.get(seq_id)
         if seq is not None and seq.status is Status.RUNNING:
             self.kv.index(seq, tail=True)
+
+    def _hold(self, command: Hold) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is not None and seq.status is Status.WAITING:
+            seq.held = command.held
+
+    def _restore(self, command: Restore) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is None or seq.status is not Status.WAITING:
+            return
+        spare = len(self.running)  # each running one may need one more block soon
+        self._restored = self.kv.restore(seq, command.first, command.count, spare=spare, state=command.state)
+        tokens = len(self._restored.blocks) * self.kv.block_size
+        seq.restored[command.tier] = seq.restored.get(command.tier, 0) + tokens
 
     def _preempt_all(self, *, drop_cached: bool) -> None:
         for seq in list(self.running):
@@ -297,7 +333,7 @@ class Scheduler:
     def _make_room(self, now: float) -> None:
         """Preempt a lower class for a waiting higher one, when the batch or the blocks are full."""
         while self.running:
-            first = next((s for s in self.queue.candidates(now) if not s.waiting_for_leader), None)
+            first = next((s for s in self.queue.candidates(now) if not (s.held or s.waiting_for_leader)), None)
             victim = max(self.running, key=_urgency)
             if first is None or first.rank >= victim.aged_rank:
                 return
@@ -386,6 +422,8 @@ class Scheduler:
 
     def _ready(self, seq: Sequence) -> bool:
         """True when nobody is about to compute blocks it shares. One that is scored shares none and needs rows."""
+        if seq.held:
+            return False
         if seq.scoring:
             return self._rows > 0
         return not seq.waiting_for_leader and not self._leaders.follow(seq)

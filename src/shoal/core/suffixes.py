@@ -23,10 +23,11 @@ class Suffixes:
     of at most 4 slots a token: at most 36 bytes a token, 2 KB when empty.
     """
 
-    __slots__ = ("_bits", "_tables", "tokens")
+    __slots__ = ("_bits", "_tables", "mixed", "tokens")
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = array("i")
+        self.mixed = (0, 0)  # the hashes of the last four tokens and of the last two, as far as there are so many
         self._bits = _LEAST_BITS
         self._tables = [array("i", [-1]) * (1 << _LEAST_BITS) for _ in _GRAMS]
         self.extend(tokens)
@@ -38,17 +39,25 @@ class Suffixes:
         """One more token."""
         tokens = self.tokens
         at = len(tokens)
-        if at >= 1 << self._bits:
+        if at >> self._bits:
             self._grow(at + 1)
         if at >= 2:
             # The run that ends before `at` is entered now that something follows it: a text never finds its own end.
-            two = tokens[-1] * 0x9E3779B1 + tokens[-2] * 0x85EBCA77
+            four, two = self.mixed
             shift = 32 - self._bits
-            self._tables[1][(two & _MASK) >> shift] = at
+            self._tables[1][two >> shift] = at
             if at >= 4:
-                four = two + tokens[-3] * 0xC2B2AE3D + tokens[-4] * 0x27D4EB2F
-                self._tables[0][(four & _MASK) >> shift] = at
+                self._tables[0][four >> shift] = at
         tokens.append(token)
+        self._mix(at + 1)
+
+    def _mix(self, count: int) -> None:
+        """Note the hashes of the end of `count` tokens."""
+        if count >= 2:
+            tokens = self.tokens
+            two = tokens[-1] * 0x9E3779B1 + tokens[-2] * 0x85EBCA77
+            four = two + tokens[-3] * 0xC2B2AE3D + tokens[-4] * 0x27D4EB2F if count >= 4 else 0
+            self.mixed = four & _MASK, two & _MASK
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More tokens, many at once."""
@@ -62,24 +71,23 @@ class Suffixes:
             self._grow(len(self.tokens))
         else:
             self._enter(begin)
+        self._mix(len(self.tokens))
 
-    def find(self, tail: Sequence[int]) -> tuple[int, int]:
-        """The place behind the last run of tokens that agrees with the end of `tail`, and how many tokens agree.
+    def find(self, text: Suffixes) -> tuple[int, int]:
+        """The place behind the last run of tokens that agrees with the end of `text`, and how many tokens agree.
 
-        (-1, 0) when there is none. The place is that of a token.
+        (-1, 0) when there is none. The place is that of a token. `text` may be this one.
         """
-        for number, gram in enumerate(_GRAMS):
-            if len(tail) < gram:
-                continue
-            mixed = sum(tail[-1 - i] * _FACTORS[i] for i in range(gram))
-            at = self._tables[number][(mixed & _MASK) >> (32 - self._bits)]
+        shift, count = 32 - self._bits, len(text.tokens)
+        for table, mixed, gram in zip(self._tables, text.mixed, _GRAMS, strict=True):
+            at = table[mixed >> shift] if count >= gram else -1
             if at >= 0:
-                length = self._agreement(at, tail)
+                length = self._agreement(at, text.tokens)
                 if length >= gram:
                     return at, length
         return -1, 0
 
-    def _agreement(self, at: int, tail: Sequence[int]) -> int:
+    def _agreement(self, at: int, tail: array[int]) -> int:
         """How many tokens before `at` are those at the end of `tail`, at most LONGEST."""
         tokens = self.tokens
         most = min(LONGEST, at, len(tail))
