@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.tiers import Digest
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.files import KVFiles
 
 log = logging.getLogger("shoal.engine")
@@ -79,9 +80,13 @@ class DiskTier:
     written.
     """
 
-    def __init__(self, files: KVFiles, on_change: Callable[[], None] = lambda: None) -> None:
-        """`on_change` is called on the threads here when something was read, or there is room again."""
+    def __init__(self, files: KVFiles, buffers: Buffers, on_change: Callable[[], None] = lambda: None) -> None:
+        """`on_change` is called on the threads here when something was read, or there is room again.
+
+        What was written goes to `buffers`, and what is read comes from there.
+        """
         self.files = files
+        self._buffers = buffers
         self.on_change = on_change
         self.written = self.read = self.missing = self.dropped = 0
         self.written_bytes = self.read_bytes = 0
@@ -284,6 +289,7 @@ class DiskTier:
         with self._change:
             if self._queue.pop(digest, None) is not None:
                 self._queued -= data.nbytes
+                self._buffers.give(data)
             self._change.notify_all()
 
     def _clean(self) -> None:
@@ -307,11 +313,12 @@ class DiskTier:
             self.on_change()
 
     def _read(self, digest: Digest) -> NDArray[np.uint8] | None:
-        data = self._queue.get(digest)
-        if data is not None:
-            return data
+        with self._change:
+            data = self._queue.get(digest)
+            if data is not None:
+                return data.copy()  # the array will be used again when it is written
         try:
-            data = self.files.read(digest)
+            data = self.files.read(digest, self._buffers)
         except OSError as error:
             self._leave_alone(error)
             return None
