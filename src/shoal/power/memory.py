@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from shoal.errors import SensorError
-from shoal.power.readings import Level, Reading, Sensor, Unit, level_of
+from shoal.power.macos import MacMemoryPressure
+from shoal.power.readings import Reading, Sensor, Unit, level_of
 
 _STALLS = (10.0, 25.0, 50.0)  # percent of the last ten seconds in which somebody waited for memory
 _USED = (90.0, 95.0, 98.0)  # percent of a container's limit
@@ -79,32 +78,6 @@ class AvailableMemory:
         value = 100.0 * told.available / told.total
         level = level_of(-value, (-_FREE[0], -_FREE[1], -_FREE[2]))
         return Reading(self.name, value, Unit.PERCENT, level, detail=f"of {told.total >> 20:,} MiB")
-
-
-class MacMemoryPressure:
-    """The level at which macOS asks applications for memory: 1 (normal), 2 (warning), 4 (critical)."""
-
-    name = "memory pressure"
-    _KEY = b"kern.memorystatus_vm_pressure_level"
-
-    def __init__(self) -> None:
-        if sys.platform != "darwin":
-            raise SensorError("only macOS tells it", value=sys.platform)
-        self._system = ctypes.CDLL("/usr/lib/libSystem.dylib")
-        self.read()
-
-    def read(self) -> Reading:
-        """The level; a warning is serious, since macOS has compressed memory long before."""
-        value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-        if self._system.sysctlbyname(self._KEY, ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
-            raise SensorError("macOS does not tell its memory pressure")
-        return mac_pressure(value.value)
-
-
-def mac_pressure(value: int) -> Reading:
-    """The reading of a level that macOS tells."""
-    level = Level.CRITICAL if value >= 4 else Level.SERIOUS if value >= 2 else Level.NOMINAL
-    return Reading(MacMemoryPressure.name, float(value), Unit.NONE, level)
 
 
 def find_memory_sensors() -> list[Sensor]:

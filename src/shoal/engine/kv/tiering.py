@@ -20,6 +20,7 @@ from shoal.core.commands import Forget, Hold, Restore
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.tiers import Digest, Outgoing, Paths, Tier, TierPlanner, WantedBlocks
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.disk import BlockRead, DiskTier
 from shoal.engine.kv.host import HostTier
 from shoal.errors import RunnerError
@@ -74,12 +75,14 @@ class Tiering:
         access: BlockAccess,
         host: HostTier | None,
         disk: DiskTier | None,
+        buffers: Buffers,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
         self._host_limit = host.limit if host is not None else 0
         self.disk = disk
+        self._buffers = buffers
         self._scheduler = scheduler
         self._access = access
         self._clock = clock
@@ -121,6 +124,7 @@ class Tiering:
 
     def bring_back(self) -> None:
         """Write what has come to the device, a bounded number of bytes, and let those go on that have waited enough."""
+        self._forget_distrusted()
         left = _BUSY_BYTES if self._scheduler.running else _IDLE_BYTES
         while left > 0:
             if self._return is None:
@@ -138,6 +142,17 @@ class Tiering:
                 self._end(now)
             elif not now.ready:
                 return
+
+    def _forget_distrusted(self) -> None:
+        """What a failed pass may have got wrong must not come back, in this process or the next."""
+        digests = self._planner.take_distrusted()
+        if not digests:
+            return
+        if self.host is not None:
+            for digest in digests:
+                self.host.forget(digest)
+        if self.disk is not None:
+            self.disk.forget(digests)
 
     def _wanted(self, seq: Sequence) -> WantedBlocks | None:
         kv = self._scheduler.kv
@@ -227,6 +242,8 @@ class Tiering:
         try:
             for block, data in zip(restored.blocks, batch[restored.skipped : count], strict=False):
                 self._access.write_block(block, data)
+                if tier is Tier.DISK:
+                    self._buffers.give(data)
             if restored.checkpoint is not None:
                 self._access.write_checkpoint(restored.checkpoint, restored.tokens, batch[-1])
         except RunnerError:
@@ -252,6 +269,7 @@ class Tiering:
         """Copy up to that many blocks out of the device, or a slice; False when there was nothing to do, or no room."""
         if blocks is None:
             blocks = max(_OUT_BYTES // self._access.block_bytes, 1)
+        self._forget_distrusted()
         copied = 0
         while copied < blocks:
             if self.disk is not None and not self.disk.has_room(self._access.block_bytes):
@@ -268,7 +286,9 @@ class Tiering:
 
     def _copy(self, outgoing: Outgoing) -> None:
         if not self._stored(outgoing.digest):
-            self._put(outgoing.digest, self._access.read_block(outgoing.block))
+            data = self._buffers.take(self._access.block_bytes)
+            self._access.read_block(outgoing.block, data)
+            self._put(outgoing.digest, data)
         if outgoing.checkpoint is not None:
             state = self._planner.paths.state(outgoing.digest)
             self._put(state, self._access.read_checkpoint(outgoing.checkpoint))
