@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shoal.server.errors import bad_request
-from shoal.server.openai.fields import Common, Finite, Label, Listed, StopString, Strict
+from shoal.server.openai.fields import Common, Finite, Label, Listed, StopString, Strict, at_most
 from shoal.server.openai.schemas import (
+    MAX_TOOLS,
     ChatMessage,
     Function,
     FunctionCall,
@@ -127,7 +128,7 @@ class CountRequest(Common):
 
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: str | Listed[Block] | None = None
-    tools: Listed[InputTool] | None = None
+    tools: Annotated[Listed[InputTool], at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

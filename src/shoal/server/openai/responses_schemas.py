@@ -220,7 +220,8 @@ def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
         if last is not None and message.role == "assistant" and _only_thought(last):
             joined[-1] = message.model_copy(update={"reasoning_content": last.reasoning_content})
         elif message.tool_calls and last is not None and last.role == "assistant":
-            joined[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), *message.tool_calls]})
+            last.tool_calls = last.tool_calls or []
+            last.tool_calls += message.tool_calls  # in place: thousands in a row are not copied again and again
         else:
             joined.append(message)
     return joined
