@@ -18,10 +18,14 @@ from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
 from shoal.engine.loop import RequestState, StepLoop
 from shoal.runners.fake import FakeRunner
+from shoal.runners.native.runner import NativeRunner
 from shoal.types import Event, Namespace, Receipt, Request, Result, SamplingParams
 from tests.support.engines import toy_loop
 
 SIZE = 8
+
+
+BlockRunner = FakeRunner | NativeRunner
 
 
 class Lab:
@@ -35,10 +39,10 @@ class Lab:
         blocks: int = 64,
         files: KVFiles | None = None,
         quota: int = 1 << 20,
-        runner: FakeRunner | None = None,
+        runner: BlockRunner | None = None,
         **settings: object,
     ) -> None:
-        self.runner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
+        self.runner: BlockRunner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
         self.loop: StepLoop = toy_loop(self.runner, **settings)
         if path is not None:
             files = KVFiles(path, self.runner.identity, {"model": "fake"}, quota)
@@ -85,6 +89,16 @@ class Lab:
         result = events[-1].result
         assert isinstance(result, Result)
         return result.tokens, result.receipt
+
+    def result_of(self, prompt: Sequence[int], sampling: SamplingParams, name: str) -> Result:
+        """The result of one request with these parameters, run to its end."""
+        events: list[Event] = []
+        request = Request(prompt_tokens=tuple(prompt), sampling=sampling)
+        self.loop.add(name, self.loop.inputs.prepare(request), events.append)
+        self.drain()
+        result = events[-1].result
+        assert result is not None
+        return result
 
     def settle(self) -> None:
         """Copy out what is to be, and wait until the disk has it."""

@@ -247,6 +247,34 @@ def test_settings_make_the_tiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in (tmp_path / "kv").rglob("*") if file.is_file())
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_what_may_be_wrong_is_kept_nowhere(tmp_path: Path, late: bool) -> None:
+    """A request whose logits were no numbers: neither what it computed nor what came back for it is used again."""
+    first = Lab(tmp_path, host=1 << 20)
+    if late:
+        first.ask(PROMPT)
+    else:
+        state, events = first.add(PROMPT, 40)
+        for _ in range(20):
+            first.step()
+        first.settle()
+        first.runner.nan_for.add(state.seq.seq_id)  # type: ignore[union-attr]
+        first.drain()
+        assert events[-1].result is not None
+        assert events[-1].result.error is not None
+    first.close()
+    second = Lab(tmp_path, host=1 << 20)
+    if late:
+        state, events = second.add(PROMPT, 4)
+        second.runner.nan_for.add(state.seq.seq_id)  # type: ignore[union-attr]
+        second.drain()
+        assert events[-1].result is not None
+        assert events[-1].result.error is not None
+        assert events[-1].result.receipt.disk_tokens == 48
+    assert second.ask(PROMPT)[1].cached_tokens == 0
+    second.close()
+
+
 def test_a_hold_of_one_that_ended_or_runs_changes_nothing() -> None:
     lab = Lab(host=1 << 20)
     state, _ = lab.add(PROMPT, 8)

@@ -241,7 +241,7 @@ class Scheduler:
             return
         spare = len(self.running)  # each running one may need one more block soon
         self._restored = self.kv.restore(seq, command.first, command.count, spare=spare, state=command.state)
-        tokens = len(self._restored.blocks) * self.kv.block_size
+        tokens = len(self._restored.blocks) * self.kv.block_size if seq.admitted_at is None else 0
         seq.restored[command.tier] = seq.restored.get(command.tier, 0) + tokens
 
     def _preempt_all(self, *, drop_cached: bool) -> None:

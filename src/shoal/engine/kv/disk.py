@@ -91,6 +91,7 @@ class DiskTier:
         self._queued = 0
         self._touched_at: dict[Digest, float] = {}
         self._touched: deque[Sequence[Digest]] = deque(maxlen=256)
+        self._unwanted: list[Digest] = []
         self._readings: deque[BlockRead] = deque()
         self._writing_since: float | None = None
         self._paused_until = 0.0
@@ -173,6 +174,16 @@ class DiskTier:
             self._touched.append(due)
             self._change.notify_all()
 
+    def forget(self, digests: Sequence[Digest]) -> None:
+        """Keep these no longer: they are not found from now on, and deleted some time."""
+        with self._change:
+            self._unwanted += digests
+            for digest in digests:
+                self._index.discard(digest)
+                data = self._queue.pop(digest, None)
+                self._queued -= data.nbytes if data is not None else 0
+            self._change.notify_all()
+
     def flush(self, timeout_s: float) -> None:
         """Wait until all is written, or that long, or a disk that fails or stalls."""
         end = time.monotonic() + timeout_s
@@ -238,13 +249,16 @@ class DiskTier:
             self._scanned.set()
         while True:
             with self._change:
-                while not (self._closing or self._queue or self._touched):
+                while not (self._closing or self._queue or self._touched or self._unwanted):
                     self._change.wait()
-                if self._closing:
+                if self._closing and not self._unwanted:
                     return
+                unwanted, self._unwanted = self._unwanted, []
                 touched = list(self._touched)
                 self._touched.clear()
                 item = next(iter(self._queue.items()), None)
+            self.files.delete(unwanted)
+            self._index.difference_update(unwanted)  # one may have been written meanwhile
             for digests in touched:
                 self.files.touch(digests)
             if item is not None:

@@ -100,6 +100,11 @@ class KVFiles:
             path.unlink()
         return None
 
+    def delete(self, digests: Iterable[Digest]) -> None:
+        """Remove blocks; those that are not there are no matter."""
+        for digest in digests:
+            _unlink(self.path / digest.hex())
+
     def touch(self, digests: Iterable[Digest]) -> None:
         """These were of use just now. The last ones first in line to go, so that no beginning goes before its end."""
         for digest in reversed(list(digests)):

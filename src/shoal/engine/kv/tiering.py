@@ -121,6 +121,7 @@ class Tiering:
 
     def bring_back(self) -> None:
         """Write what has come to the device, a bounded number of bytes, and let those go on that have waited enough."""
+        self._forget_distrusted()
         left = _BUSY_BYTES if self._scheduler.running else _IDLE_BYTES
         while left > 0:
             if self._return is None:
@@ -138,6 +139,17 @@ class Tiering:
                 self._end(now)
             elif not now.ready:
                 return
+
+    def _forget_distrusted(self) -> None:
+        """What a failed pass may have got wrong must not come back, in this process or the next."""
+        digests = self._planner.take_distrusted()
+        if not digests:
+            return
+        if self.host is not None:
+            for digest in digests:
+                self.host.forget(digest)
+        if self.disk is not None:
+            self.disk.forget(digests)
 
     def _wanted(self, seq: Sequence) -> WantedBlocks | None:
         kv = self._scheduler.kv
@@ -252,6 +264,7 @@ class Tiering:
         """Copy up to that many blocks out of the device, or a slice; False when there was nothing to do, or no room."""
         if blocks is None:
             blocks = max(_OUT_BYTES // self._access.block_bytes, 1)
+        self._forget_distrusted()
         copied = 0
         while copied < blocks:
             if self.disk is not None and not self.disk.has_room(self._access.block_bytes):
