@@ -551,3 +551,17 @@ def test_a_prompt_far_too_long_is_refused_before_it_is_tokenised_in_every_api(
         assert answer.status_code == 400, (path, list(body), answer.text[:200])
         assert "tokens" in answer.json()["error"]["message"]
     assert max(longest, default=0) < len(long)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_number_that_json_does_not_have_is_a_400_wherever_callers_put_their_own(
+    live: Live, path: str, number: str
+) -> None:
+    for body, param in held(path, {"type": "object", "properties": {"a": {"default": "HERE"}}}):
+        text = json.dumps(body).replace('"HERE"', number)
+        answer = live.http.post(path, content=text, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert param in (error.get("param") or error["message"])
+        assert "no number" in error["message"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from shoal.server.errors import bad_request
-from shoal.server.openai.fields import Common, Listed, Strict, at_most
+from shoal.server.openai.fields import Common, FreeObject, Listed, Strict, at_most
 from shoal.server.openai.schemas import (
     MAX_TOOLS,
     ChatMessage,
@@ -77,7 +77,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: FreeObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -100,7 +100,7 @@ class FlatTool(Strict):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = None
 
 
