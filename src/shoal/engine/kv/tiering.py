@@ -92,6 +92,8 @@ class Tiering:
         self._return: _Return | None = None
         self._restored = {Tier.HOST: 0, Tier.DISK: 0}
         self._given_up = 0
+        self._evictions = 0  # of the tree, when `_look_again` looked last
+        self._looked = (0, 0)  # for which sequence, and after how many preemptions
         if disk is not None:
             disk.wait_scanned(_SCAN_S)
 
@@ -125,6 +127,7 @@ class Tiering:
     def bring_back(self) -> None:
         """Write what has come to the device, a bounded number of bytes, and let those go on that have waited enough."""
         self._forget_distrusted()
+        self._look_again()
         left = _BUSY_BYTES if self._scheduler.running else _IDLE_BYTES
         while left > 0:
             if self._return is None:
@@ -142,6 +145,22 @@ class Tiering:
                 self._end(now)
             elif not now.ready:
                 return
+
+    def _look_again(self) -> None:
+        """The first in line may have lost, while it waited or since it was preempted, what the device had of it."""
+        scheduler = self._scheduler
+        kv, queue = scheduler.kv, scheduler.queue
+        evictions = kv.tree.evictions
+        if evictions == self._evictions or not len(queue) or self.holding:
+            return
+        seq = next(iter(queue.candidates(scheduler.now)), None)
+        full = len(scheduler.running) >= scheduler.max_running
+        if seq is None or full or kv.blocks_for(len(seq.tokens)) > kv.available - len(scheduler.running):
+            return  # it cannot join yet
+        self._evictions = evictions
+        if self._looked != (seq.seq_id, seq.preemptions):  # once: others may need the blocks more
+            self._looked = seq.seq_id, seq.preemptions
+            self.arrived(seq)
 
     def _forget_distrusted(self) -> None:
         """What a failed pass may have got wrong must not come back, in this process or the next."""
