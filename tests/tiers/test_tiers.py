@@ -211,6 +211,20 @@ def test_above_its_quota_the_disk_forgets_what_was_of_no_use_the_longest(
     again.close()
 
 
+def test_what_is_sure_to_be_wanted_is_deleted_last(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, quota=12 * (64 + SIZE * 8))
+    prompts = [[start + i for i in range(34)] for start in (10, 60, 110, 160)]
+    _, events = lab.add(prompts[0], keep_s=3600.0)
+    lab.drain()
+    for prompt in prompts[1:]:
+        lab.ask(prompt)
+    lab.close()
+    assert events[-1].result is not None
+    again = Lab(tmp_path)
+    assert again.ask(prompts[0])[1].disk_tokens == 32
+    again.close()
+
+
 def test_giving_up_all_kv_gives_up_host_memory_too() -> None:
     lab = Lab(host=1 << 20)
     lab.ask(PROMPT)

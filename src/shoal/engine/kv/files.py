@@ -106,10 +106,13 @@ class KVFiles:
         for digest in digests:
             _unlink(self.path / digest.hex())
 
-    def touch(self, digests: Iterable[Digest]) -> None:
-        """These were of use just now. The last ones first in line to go, so that no beginning goes before its end."""
+    def touch(self, digests: Iterable[Digest], until: Mapping[Digest, float]) -> None:
+        """These were of use just now, or will be `until` a time in seconds since the epoch.
+
+        The last ones are the first in line to go, so that no beginning goes before its end.
+        """
         for digest in reversed(list(digests)):
-            self._mark_used(self.path / digest.hex())
+            self._mark_used(self.path / digest.hex(), until.get(digest, 0.0))
 
     def clean(self) -> set[Digest]:
         """Delete what dead processes left half written and, above the quota, what was of no use the longest.
@@ -134,8 +137,10 @@ class KVFiles:
         return gone
 
     @staticmethod
-    def _mark_used(path: Path) -> None:
-        now = time.time_ns()  # what the system would note by itself is coarser: blocks of one step would be equal
+    def _mark_used(path: Path, until: float = 0.0) -> None:
+        now = max(
+            time.time_ns(), int(until * 1e9)
+        )  # what the system would note by itself is coarser: blocks of one step would be equal
         with contextlib.suppress(OSError):
             os.utime(path, ns=(now, now))
 

@@ -124,6 +124,13 @@ class Tiering:
             self._scheduler.apply(Hold(seq.seq_id, held=True))
             self._line.append(seq)
 
+    def ended(self, seq: Sequence) -> None:
+        """A sequence has ended: where its next turn is sure to come, the disk keeps it before others too."""
+        if self.disk is not None and seq.spec.keep_s:
+            tokens = self._scheduler.kv.tree_tokens(seq)
+            digests = self._planner.held(tokens, seq.spec.namespace, limit=len(tokens))
+            self.disk.keep(digests, seq.spec.keep_s)
+
     def bring_back(self) -> None:
         """Write what has come to the device, a bounded number of bytes, and let those go on that have waited enough."""
         self._forget_distrusted()
