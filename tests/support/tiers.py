@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.core.audit import check_integrity
 from shoal.core.tiers import Digest
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.disk import DiskTier
 from shoal.engine.kv.files import KVFiles
 from shoal.engine.kv.host import HostTier
@@ -46,8 +47,10 @@ class Lab:
         self.loop: StepLoop = toy_loop(self.runner, **settings)
         if path is not None:
             files = KVFiles(path, self.runner.identity, {"model": "fake"}, quota)
-        self.disk = DiskTier(files) if files is not None else None
-        self.tiers = Tiering(self.loop.scheduler, self.runner, HostTier(host) if host is not None else None, self.disk)
+        buffers = Buffers(self.runner.block_bytes, 1 << 16 if host is None else 0)
+        self.disk = DiskTier(files, buffers) if files is not None else None
+        kept = HostTier(host) if host is not None else None
+        self.tiers = Tiering(self.loop.scheduler, self.runner, kept, self.disk, buffers)
         self.loop.tiering = self.tiers
         self.idle_steps = 0  # that computed nothing while somebody ran
 
@@ -147,9 +150,9 @@ class BadFiles(KVFiles):
         self._suffer()
         super().write(digest, data)
 
-    def read(self, digest: Digest) -> NDArray[np.uint8] | None:
+    def read(self, digest: Digest, buffers: Buffers) -> NDArray[np.uint8] | None:
         self._suffer()
-        return super().read(digest)
+        return super().read(digest, buffers)
 
     def _suffer(self) -> None:
         self.asked += 1

@@ -17,6 +17,7 @@ import pytest
 import shoal.engine.kv.disk
 import shoal.engine.kv.files
 import shoal.engine.kv.tiering
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.disk import DiskTier
 from shoal.engine.kv.files import KVFiles, clear, stored
 from shoal.runners.fake import FakeRunner
@@ -260,7 +261,7 @@ def test_a_write_that_the_system_cuts_short_leaves_nothing(tmp_path: Path, monke
 def test_blocks_that_do_not_fit_the_queue_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shoal.engine.kv.disk, "_QUEUED", 300)
     files = bad(tmp_path)
-    disk = DiskTier(files)
+    disk = DiskTier(files, Buffers(100, 300))
     disk.wait_scanned(5.0)
     stuck(files)
     for number in range(5):

@@ -528,6 +528,8 @@ class StepLoop:
         self._finished += 1
         self._cached_tokens += seq.cached_tokens
         self._computed_tokens += seq.computed_tokens
+        if self.tiering is not None:
+            self.tiering.ended(seq)
         if seq.seq_id in self.scheduler.pinned:
             self.prefixes[seq.seq_id] = (seq.spec.prompt, seq.spec.namespace)
 
