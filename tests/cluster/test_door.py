@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
+import shoal.engine.engine
 from shoal.cluster.config import ClusterConfig
 from shoal.cluster.door import load_replica, open_door
 from shoal.cluster.engine import ClusterEngine
@@ -79,6 +82,13 @@ def until(met: Any, timeout_s: float = 20.0) -> None:
     while not met():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_the_loop_has_all_that_an_engine_asks_of_one(cluster: Cluster) -> None:
+    source = Path(shoal.engine.engine.__file__).read_text()
+    asked = set(re.findall(r"\b(?:self\._)?loop\.([a-z]\w*)", source)) - {"wake"}  # that one is set, not asked
+    assert len(asked) > 15
+    assert not [name for name in asked if not hasattr(cluster.door.cluster, name)]
 
 
 def test_outputs_are_those_of_one_engine_whoever_answers(cluster: Cluster) -> None:

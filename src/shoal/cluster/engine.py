@@ -14,7 +14,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.loop import StepLoop
 from shoal.errors import EngineClosedError
-from shoal.runners.base import Runner
+from shoal.runners.base import BlockAccess, Runner
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan
 
 BLOCK_TOKENS = 32  # where a replica does not say how long its blocks are
@@ -24,6 +24,7 @@ class _Elsewhere:
     """Stands where a runner stands; it says what the replicas run."""
 
     peak_bytes: int | None = None
+    access: BlockAccess | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec

@@ -129,8 +129,22 @@ class ClusterLoop:
 
     idle = True  # there is no step to make; what happens comes as commands
 
+    kv_on_its_way = False  # no KV lies here, nor is any brought
+
     def step(self) -> None:
         """Nothing is computed here."""
+
+    def copy_out(self) -> bool:
+        """No KV lies here: nothing to copy to further tiers."""
+        return False
+
+    def drop_kv(self) -> None:
+        """No KV lies here: what the replicas hold is theirs."""
+
+    def load(self) -> tuple[int, int]:
+        """Tokens that wait at all replicas together, and the contexts of requests that run there."""
+        loads = [self.router.load(name) for name in self.router.replicas]
+        return sum(queued for queued, _ in loads), sum(running for _, running in loads)
 
     @property
     def states(self) -> list[RemoteState]:

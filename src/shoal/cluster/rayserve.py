@@ -190,10 +190,8 @@ def build(config: ClusterConfig, name: str = "shoal") -> Any:
         policy = AutoscalingPolicy(policy_function=QueuedTokens, policy_kwargs=limits)
         most = {"min_replicas": config.replicas, "max_replicas": config.max_replicas}
         scaling = {"autoscaling_config": AutoscalingConfig(policy=policy, **most)}
-    replica = serve.deployment(
-        ServedReplica, name="Replica", ray_actor_options={"num_cpus": 1}, health_check_period_s=2, health_check_timeout_s=10,
-        **scaling,
-    )  # fmt: skip
+    scaling |= {"ray_actor_options": {"num_cpus": 1}, "health_check_period_s": 2, "health_check_timeout_s": 10}
+    replica = serve.deployment(ServedReplica, name="Replica", **scaling)
     bound = replica.bind(config.model, dict(config.engine), config.server().api_key, name)
     door = serve.ingress(lambda: door_app(config, name))(_Door)
     return serve.deployment(door, name="Door", **settings).bind(bound)

@@ -11,7 +11,8 @@ class TreeNode:
     """One block in the tree. `key` are its tokens, fewer than a block in a tail; a tail has no children."""
 
     __slots__ = (
-        "block", "checkpoint", "children", "content", "key", "keys", "last_used", "parent", "path_hash", "queued",
+        "block", "checkpoint", "children", "content", "digest", "key", "keys", "last_used", "parent", "path_hash",
+        "queued",
     )  # fmt: skip
 
     def __init__(self, key: tuple[int, ...], block: BlockId, parent: TreeNode | None, path_hash: int) -> None:
@@ -24,6 +25,7 @@ class TreeNode:
         self.last_used = 0
         self.content = 0  # the hash of a root and of full blocks that others know, where there is a `BlockJournal`
         self.checkpoint: int | None = None  # the recurrent state after its last token
+        self.digest: bytes | None = None  # of a full block's path, once `core/tiers.py` has needed it
         self.queued = False  # is in the heap of candidates for eviction
 
 

@@ -21,6 +21,7 @@ from shoal.core.checkpoints import Checkpoints
 from shoal.core.eviction import Eviction
 from shoal.core.journal import BlockJournal, root_hash
 from shoal.core.nodes import Match, TreeNode
+from shoal.core.tiers import TierPlanner
 from shoal.runners.plan import BlockId
 from shoal.types import Namespace
 
@@ -66,6 +67,7 @@ class PrefixTree:
         self.copies_blocks = copies_blocks
         self.max_cached = max_cached
         self.checkpoints = checkpoints
+        self.planner: TierPlanner | None = None  # is told of full blocks, where there are further tiers
         self.evictions = 0
         self.recomputed = 0  # tokens that came back after their eviction
         self.journal: BlockJournal | None = None  # somebody wants to know what comes and goes
@@ -130,6 +132,27 @@ class PrefixTree:
             self.checkpoints.cancel(checkpoint)
         else:
             self.checkpoints.attach(node, checkpoint)
+            if self.planner is not None:
+                self.planner.note(node)
+
+    def has(self, node: TreeNode) -> bool:
+        """True while a node is in the tree."""
+        return self._nodes.get(node.block) is node
+
+    def path(self, tokens: Sequence[int], namespace: Namespace, *, limit: int) -> list[TreeNode]:
+        """The nodes of whole blocks that hold the first of `tokens`, at most `limit` of them. Marks nothing as used."""
+        place = self._roots.get((namespace.task, namespace.agent))
+        found: list[TreeNode] = []
+        if place is None or place[0] != namespace.version:
+            return found
+        node, size = place[1], self.block_size
+        for at in range(0, limit - size + 1, size):
+            child = node.children.get(tuple(tokens[at : at + size]))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
 
     def _best_tail(self, node: TreeNode, rest: tuple[int, ...]) -> tuple[TreeNode | None, int]:
         """The child that agrees longest with `rest`: in sorted order it is one of the two neighbours of `rest`."""
@@ -145,13 +168,17 @@ class PrefixTree:
 
     def miss_reason(self, hashes: Sequence[int], namespace: Namespace, matched: int) -> str:
         """Why no more than `matched` tokens were found: evicted, diverged, stale or cold. Hashes as `path_hashes`."""
-        current = self._roots.get((namespace.task, namespace.agent))
-        if current is not None and current[0] > namespace.version:
+        if self.is_stale(namespace):
             return "stale"
         at = matched // self.block_size
         if at < len(hashes) and hashes[at] in self._ghosts:
             return "evicted"
         return "diverged" if matched else "cold"
+
+    def is_stale(self, namespace: Namespace) -> bool:
+        """True when a newer version of this namespace is known: nothing is found or left there any more."""
+        current = self._roots.get((namespace.task, namespace.agent))
+        return current is not None and current[0] > namespace.version
 
     def path_hashes(self, tokens: Sequence[int], namespace: Namespace) -> list[int]:
         """One hash per full block of `tokens`, of it and all before it: a hint, never proof of equality."""
@@ -217,6 +244,8 @@ class PrefixTree:
             self._unlink(known)
             known.key, known.path_hash = key, path_hash
             self._link(parent, known)
+            if full and self.planner is not None:
+                self.planner.note(known)
             if self.journal is not None:
                 self.journal.added(known)
             return known
@@ -229,6 +258,8 @@ class PrefixTree:
         self.pool.adopt(block)
         self._nodes[block] = node
         self._link(parent, node)
+        if full and self.planner is not None:
+            self.planner.note(node)
         if path_hash in self._ghosts:
             del self._ghosts[path_hash]
             self.recomputed += len(key)
@@ -319,6 +350,7 @@ class PrefixTree:
         elif not create:
             return None
         root = TreeNode((), -1, None, hash(namespace))
+        root.digest = self.planner.paths.root(namespace) if self.planner is not None else None
         root.content = root_hash(namespace)
         self._roots[place] = (namespace.version, root)
         if len(self._roots) > self.pool.total + _EMPTY_ROOTS:  # at most `total` of them have blocks
