@@ -103,6 +103,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(
+            high=0
+        )  # so that writing pauses at the first byte that the system does not take
         if len(self.connections) > self._max_connections:
             transport.abort()
         else:
