@@ -564,6 +564,13 @@ class StepLoop:
         if self._recorder is not None:
             self._recorder.close()
 
+    def load(self) -> tuple[int, int]:
+        """Prompt tokens that are still to be computed, and the contexts of running requests."""
+        scheduler = self.scheduler
+        queued = sum(seq.behind for seq in scheduler.queue)
+        queued += sum(seq.behind for seq in scheduler.running if not seq.decoding)
+        return queued, sum(len(seq.tokens) for seq in scheduler.running)
+
     def stats(self) -> EngineStats:
         """What is held and was done so far."""
         scheduler, spec = self.scheduler, self.runner.spec
