@@ -48,9 +48,9 @@ class RemoteEngine(AsyncFace):
 
     `generate` and `complete` behave as in `AsyncEngine`: leaving early closes the connection, and a good server stops
     then. Servers that say they are ours, vLLM or SGLang get fields beyond the OpenAI API in their own spelling. Others
-    get only the API's own, a request that needs more is refused, and `tokens` stay empty (`prompt_tokens` is 0 where no usage
-    is told). `timeout_s` of a request and log-probabilities are refused: the API tells neither when a request joins
-    the batch nor ids.
+    get only the API's own, and a request that needs more is refused. `tokens` stay empty where the server tells no ids,
+    `prompt_tokens` is 0 where it tells no usage. `timeout_s` of a request and log-probabilities are refused: the API
+    tells neither when a request joins the batch nor ids.
     """
 
     def __init__(
