@@ -220,6 +220,26 @@ def test_step_times_follow_what_is_measured() -> None:
     assert times(4) < times(5) < times(6) < times(8)
 
 
+def test_a_jump_in_cost_is_no_news_of_fewer_rows() -> None:
+    times = StepTimes()
+    for _ in range(50):
+        times.observe(8, 4.8)
+        times.observe(9, 7.5)  # another tile
+    assert abs(times(8) / 4.8 - 1) < 0.05
+    assert abs(times(9) / 7.5 - 1) < 0.05
+    assert times(10) > times(9)
+
+
+def test_what_makes_all_steps_dearer_makes_no_draft_look_cheap() -> None:
+    times = StepTimes()
+    for _ in range(50):
+        times.observe(8, 4.0)
+        times.observe(10, 5.0)
+    for _ in range(12):
+        times.observe(8, 8.0)  # others sample now
+    assert 1.1 < times(10) / times(8) < 1.6
+
+
 def test_one_slow_step_is_forgotten() -> None:
     times = StepTimes()
     for _ in range(20):
