@@ -93,6 +93,15 @@ class PowerLimitError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class MemoryPressureError(RequestError):
+    """The machine is out of memory, and nothing new is taken. `value` is what the sensors say, `limit` the level."""
+
+    def __init__(self, message: str, *, value: object, limit: object, retry_after_s: float) -> None:
+        hint = f"retry in about {retry_after_s:.0f} s, or free memory: a smaller kv_memory, a smaller model"
+        super().__init__(message, param="memory", value=value, limit=limit, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
 class SensorError(ShoalError):
     """A sensor of heat, power or energy is not there, or cannot be read by this user."""
 
@@ -139,6 +148,13 @@ class CallbackError(ShoalError):
 
 class EngineClosedError(ShoalError):
     """The engine is closed, or has failed, and takes no more requests. `__cause__` is why, if it failed."""
+
+
+class ReplicaLostError(ShoalError):
+    """The replica of a cluster that served a request died or fell silent. `value` is its name.
+
+    Raised where the answer had begun, or where a second replica was lost as well: a request is sent elsewhere once.
+    """
 
 
 class BenchmarkError(ShoalError):

@@ -298,7 +298,8 @@ class Receipt:
     which no KV has), `off`, or None when nothing was missing.
 
     `drafted` output tokens were tried before they were chosen, and `accepted` of them came out right: each is a pass
-    that the request did not need. `foretold` tokens of its output stood where `Request.predicted` had them.
+    that the request did not need. `foretold` tokens of its output stood where `Request.predicted` had them. Of the
+    cached tokens, `host_tokens` and `disk_tokens` had left the device and were brought back for this request.
     """
 
     cached_tokens: int = 0
@@ -309,6 +310,8 @@ class Receipt:
     drafted: int = 0
     accepted: int = 0
     foretold: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,11 +411,34 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """What the tiers outside the device hold, and what went through them since the engine was loaded.
+
+    `restored_*_blocks` were brought back, for `given_up` requests not all that was there, since it took too long or was
+    gone. `dropped_blocks` were not kept: evicted before their turn, or refused by a disk that was full, slow or gone.
+    `disk_fault` is why the disk is left alone at the moment.
+    """
+
+    host_blocks: int = 0
+    host_bytes: int = 0
+    disk_blocks: int = 0
+    disk_queued_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    restored_host_blocks: int = 0
+    restored_disk_blocks: int = 0
+    dropped_blocks: int = 0
+    given_up: int = 0
+    disk_fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine holds now, and totals since it was loaded. Token counts are of ended requests, but for drafts.
 
     Passes tried `drafted_tokens`, of which `accepted_tokens` came out right: so many fewer rows of passes were needed.
-    `peak_bytes` is the most memory the backend had in use at once, None where it does not count.
+    `peak_bytes` is the most memory the backend had in use at once, None where it does not count. `tiers` is None where
+    KV is kept on the device only.
     """
 
     waiting: int
@@ -432,6 +458,7 @@ class EngineStats:
     peak_bytes: int | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    tiers: TierStats | None = None
 
     @property
     def hit_rate(self) -> float:

@@ -1,7 +1,8 @@
 """Random schedules on a real model, each request held against what it gets alone: tokens, and logits bit for bit.
 
 Requests join and leave at random, are cancelled, forked and preempted, hit cached prefixes or lose them, and are
-computed in random chunks; random numbers of tokens are drafted for them, right and wrong ones, while alone nothing is.
+computed in random chunks or brought back from host memory; random numbers of tokens are drafted for them, right and
+wrong ones, while alone nothing is.
 `python -m tests.parity.equality --schedules 1000` is the large form.
 """
 
@@ -24,8 +25,11 @@ from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.core.commands import PreemptAll
 from shoal.engine.inputs import Codec, InputProcessor
+from shoal.engine.kv.buffers import Buffers
+from shoal.engine.kv.host import HostTier
+from shoal.engine.kv.tiering import Tiering
 from shoal.engine.loop import Output, RequestState, StepLoop
-from shoal.runners.base import Runner
+from shoal.runners.base import BlockAccess, Runner
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.sampler import INVALID_TOKEN
@@ -43,6 +47,7 @@ class Watched:
         self._runner = runner
         self.spec: ModelSpec = replace(runner.spec, max_top=0)
         self.peak_bytes: int | None = None
+        self.access: BlockAccess | None = runner.access
         self.tokens: dict[SeqId, list[int]] = {}
         self.rows: list[tuple[int, ...]] = []  # the tokens before each row seen
         self.known: dict[tuple[int, ...], str] = {}
@@ -169,8 +174,12 @@ def one_schedule(
     alone: Sequence[Result],
     out: Outcome,
     codec: Codec | None = None,
+    host: HostTier | None = None,
 ) -> None:
-    """Some of the requests in one random schedule; differences are counted in `out`."""
+    """Some of the requests in one random schedule; differences are counted in `out`.
+
+    Where the runner's blocks can be read, half of the schedules bring back from `host` what others left there.
+    """
     config = EngineConfig(
         max_batch=rng.randint(1, 12),
         max_step_tokens=rng.choice((16, 50, 128, 512)),
@@ -179,6 +188,8 @@ def one_schedule(
     )
     loop = StepLoop(watched, InputProcessor(watched.spec, codec, 0), config)
     draft_anything(loop, rng)
+    if watched.access is not None and host is not None and config.prefix_sharing and rng.random() < 0.5:
+        loop.tiering = Tiering(loop.scheduler, watched.access, host, None, Buffers(watched.access.block_bytes, 0))
     watched.tokens.clear()
     coming = [rng.randrange(len(requests)) for _ in range(rng.randint(2, 14))]
     events: list[tuple[int, list[Event]]] = []
@@ -215,6 +226,7 @@ def one_schedule(
         assert result.error is None, result.error
         out.requests += 1
         out.seen["hit"] += result.cached_tokens > 0
+        out.seen["brought back"] += result.receipt.host_tokens > 0
         out.seen["preemption"] += result.receipt.preemptions
         out.seen["drafted"] += result.receipt.drafted
         out.seen["accepted"] += result.receipt.accepted
@@ -237,9 +249,10 @@ def run(
     alone = solo(watched, wanted, codec)
     references = len(watched.rows)
     out = Outcome()
+    host = HostTier(runner.spec.num_blocks * runner.spec.block_bytes)  # outlives the loops
     begin = time.monotonic()
     for _ in range(schedules):
-        one_schedule(watched, rng, wanted, alone, out, codec)
+        one_schedule(watched, rng, wanted, alone, out, codec, host)
         if say and out.schedules % 50 == 0:
             print(f"{out.schedules} schedules, {time.monotonic() - begin:.0f} s", flush=True)
     out.rows = len(watched.rows) - references

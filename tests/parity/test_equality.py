@@ -18,7 +18,7 @@ from tests.support.runners import openvino_runner
 def test_random_schedules_on_the_toy_model(splits: bool) -> None:
     outcome = run(FakeRunner(num_blocks=160, vocab_size=5000, splits_decode=splits), schedules=60, requests=12)
     assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
-    for what in ("hit", "preemption", "cancel", "fork", "drafted", "accepted"):
+    for what in ("hit", "preemption", "cancel", "fork", "brought back", "drafted", "accepted"):
         assert outcome.seen[what] > 20, f"hardly any {what}"
     assert outcome.seen["drafted"] > outcome.seen["accepted"], "no draft was wrong"
 

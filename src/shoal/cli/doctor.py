@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +26,7 @@ def doctor(
     isolation: Annotated[
         bool, typer.Option("--isolation", help="Also run twelve chats with secret words, and look for leaks.")
     ] = False,
+    batch: Annotated[bool, typer.Option("--batch", help="Also measure which batch pays here; some seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show machine, backend, precision, store and memory, and check that a batch gives what a lone run gives.
@@ -31,8 +34,10 @@ def doctor(
     Exit status 1 when the check fails. Never fetches anything.
     """
     document = {}
-    required = model is not None or isolation
-    for section, facts in _sections(model or options.DEFAULT_MODEL, required=required, isolation=isolation):
+    required = model is not None or isolation or batch
+    for section, facts in _sections(
+        model or options.DEFAULT_MODEL, required=required, isolation=isolation, batch=batch
+    ):
         document[section] = facts
         if not as_json:
             print(f"{section.replace('_', '-'):11}{_SHOW[section](facts)}", flush=True)
@@ -42,7 +47,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sections(model: str, *, required: bool, isolation: bool, batch: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts of the report, each as soon as it is known. `required`: a missing model is an error."""
     from shoal.cli.machine import machine_facts, versions
 
@@ -52,6 +57,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
     yield "runner", runner
     yield "precision", _precision(_card(runner["name"]))
     yield "store", _store()
+    yield "kv_cache", _kv_cache()
     yield "power", _power()
     if "error" in runner:
         yield "memory", {"model": None}
@@ -83,6 +89,10 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
         from shoal.diagnostics.selfcheck import self_check
 
         yield "self_check", self_check(engine)
+        if batch:
+            from shoal.diagnostics.batch import batch_rates
+
+            yield "batch", batch_rates(engine)
         if isolation:
             yield "isolation", _isolation(engine)
 
@@ -143,6 +153,19 @@ def _store() -> dict[str, Any]:
     store = Store()
     models = [{"name": model.name, "kind": model.kind, "bytes": model.bytes} for model in store.list()]
     return {"path": str(store.root), "models": models}
+
+
+def _kv_cache() -> dict[str, Any]:
+    """What KV of prompts is kept on disk, and how much room its disk has."""
+    from shoal.cli.kv import entry
+    from shoal.engine.kv.files import stored
+    from shoal.engine.kv.opening import kv_root
+
+    root = kv_root()
+    kept = stored(root)
+    place = next(path for path in (root, *root.parents) if path.exists())
+    writable, free = os.access(place, os.W_OK), shutil.disk_usage(place).free
+    return {"path": str(root), "writable": writable, "free_bytes": free, "kept": [entry(one) for one in kept]}
 
 
 def _power() -> dict[str, Any]:
@@ -211,11 +234,23 @@ def _show_store(facts: dict[str, Any]) -> str:
     return f"{facts['path']}: {models or 'empty'}"
 
 
+def _show_kv_cache(facts: dict[str, Any]) -> str:
+    kept = ", ".join(f"{one.get('model', '?')} {human_bytes(one['bytes'])}" for one in facts["kept"]) or "nothing kept"
+    free = f"{human_bytes(facts['free_bytes'])} free" if facts["writable"] else "cannot be written"
+    return f"{facts['path']}: {kept}; {free} (`shoal serve --kv-cache`, `kv_cache`)"
+
+
 def _show_power(facts: dict[str, Any]) -> str:
     readable = [told for told in facts["sensors"].values() if told["readable"]]
     lines = [f"{told['reading']}, {told['level']}" for told in readable]
     missing = [f"{name} ({told['why']})" for name, told in facts["sensors"].items() if not told["readable"]]
     return f"\n{'':11}".join([*lines, *([f"not readable: {', '.join(missing)}"] if missing else [])])
+
+
+def _show_batch(facts: dict[str, Any]) -> str:
+    rates = ", ".join(f"{rate:.0f} at {size}" for size, rate in facts["rates"].items())
+    share = f"{100 * facts['share']:.0f} % of the most"
+    return f"{rates} tok/s; {facts['smallest']} is the smallest that reaches {share}"
 
 
 def _show_needs(facts: dict[str, Any]) -> str:
@@ -247,9 +282,11 @@ _SHOW = {
     "runner": _show_choice,
     "precision": _show_precision,
     "store": _show_store,
+    "kv_cache": _show_kv_cache,
     "power": _show_power,
     "needs": _show_needs,
     "memory": _show_memory,
     "self_check": _show_check,
+    "batch": _show_batch,
     "isolation": _show_check,
 }

@@ -15,7 +15,12 @@ from shoal.core.commands import (
     Defer,
     Expect,
     Fail,
+    Forget,
+    Hold,
+    KeepCached,
     PreemptAll,
+    PreemptLow,
+    Restore,
     Schedule,
     SetMaxRunning,
     SetMaxStall,
@@ -25,7 +30,7 @@ from shoal.core.commands import (
 from shoal.core.deadlines import Deadlines
 from shoal.core.draft import Drafter, why_not
 from shoal.core.keeping import Keeping
-from shoal.core.kv import KVCacheManager
+from shoal.core.kv import KVCacheManager, Restored
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
 from shoal.core.pacing import Pacer
@@ -33,7 +38,7 @@ from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Ended, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
-from shoal.types import FinishReason, SamplingParams
+from shoal.types import FinishReason, Priority, SamplingParams
 
 _urgency = attrgetter("urgency")
 
@@ -64,9 +69,10 @@ class Scheduler:
         self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
         self._keeping = Keeping(self.kv.tree.eviction, self.kv.pool.total)
-        self._now = 0.0  # of the command that is carried out, or the last that had a time
+        self.now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
+        self._restored = Restored()
         self._rows = 0  # of logits that a step may still give to sequences that are scored
         self._step = 0
         self._admissions = 0
@@ -93,8 +99,19 @@ class Scheduler:
                 self.kv.tree.release(self.pinned.pop(command.seq_id, []))
             case Expect() | CancelExpectation():
                 self._announce(command)
+            case Hold():
+                self._hold(command)
+            case Restore():
+                self._restore(command)
+            case Forget():
+                self.kv.tree.forget(command.blocks)
             case PreemptAll():
                 self._preempt_all(drop_cached=command.drop_cached)
+            case PreemptLow():
+                for seq in [seq for seq in self.running if seq.spec.priority is Priority.LOW]:
+                    self._preempt(seq)
+            case KeepCached():
+                self.kv.keep_cached(command.keeping)
             case Defer():
                 self.queue.deferring = command.deferring
             case SetMaxRunning():
@@ -132,6 +149,11 @@ class Scheduler:
         taken, self._released = self._released, []
         return taken
 
+    def take_restored(self) -> Restored:
+        """The blocks and the checkpoint that the last `Restore` found room for; they are to be written at once."""
+        taken, self._restored = self._restored, Restored()
+        return taken
+
     def _add(self, command: Add) -> None:
         seq = Sequence(
             command.seq_id, command.spec, arrival=command.arrival, written=command.written, scored=command.scored
@@ -166,7 +188,7 @@ class Scheduler:
         """The only way out: leave queue or batch, free what was held, and say so once."""
         if seq.spec.keep_s and self.config.prefix_sharing and reason in (FinishReason.STOP, FinishReason.LENGTH):
             hashes = self.kv.tree.path_hashes(self.kv.tree_tokens(seq), seq.spec.namespace)
-            self._keeping.keep(hashes, self._now + seq.spec.keep_s)
+            self._keeping.keep(hashes, self.now + seq.spec.keep_s)
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:
@@ -207,6 +229,20 @@ class Scheduler:
         seq = self._by_id.get(seq_id)
         if seq is not None and seq.status is Status.RUNNING:
             self.kv.index(seq, tail=True)
+
+    def _hold(self, command: Hold) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is not None and seq.status is Status.WAITING:
+            seq.held = command.held
+
+    def _restore(self, command: Restore) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is None or seq.status is not Status.WAITING:
+            return
+        spare = len(self.running)  # each running one may need one more block soon
+        self._restored = self.kv.restore(seq, command.first, command.count, spare=spare, state=command.state)
+        tokens = len(self._restored.blocks) * self.kv.block_size if seq.admitted_at is None else 0
+        seq.restored[command.tier] = seq.restored.get(command.tier, 0) + tokens
 
     def _preempt_all(self, *, drop_cached: bool) -> None:
         for seq in list(self.running):
@@ -289,7 +325,7 @@ class Scheduler:
         return found
 
     def _expire(self, now: float) -> None:
-        self._now = now
+        self.now = now
         self._keeping.expire(now)
         for seq in self._deadlines.due(now):
             self._end(seq, FinishReason.TIMEOUT)
@@ -297,7 +333,7 @@ class Scheduler:
     def _make_room(self, now: float) -> None:
         """Preempt a lower class for a waiting higher one, when the batch or the blocks are full."""
         while self.running:
-            first = next((s for s in self.queue.candidates(now) if not s.waiting_for_leader), None)
+            first = next((s for s in self.queue.candidates(now) if not (s.held or s.waiting_for_leader)), None)
             victim = max(self.running, key=_urgency)
             if first is None or first.rank >= victim.aged_rank:
                 return
@@ -386,6 +422,8 @@ class Scheduler:
 
     def _ready(self, seq: Sequence) -> bool:
         """True when nobody is about to compute blocks it shares. One that is scored shares none and needs rows."""
+        if seq.held:
+            return False
         if seq.scoring:
             return self._rows > 0
         return not seq.waiting_for_leader and not self._leaders.follow(seq)
@@ -455,7 +493,7 @@ class Scheduler:
     def _commit(self, command: Commit) -> None:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
         decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
-        self._now = command.now
+        self.now = command.now
         decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.core.commands import JudgedTokens
 from shoal.core.request import RequestSpec
+from shoal.core.tiers import Tier
 from shoal.errors import ShoalError
 from shoal.runners.plan import BlockId, SeqId, Want
 from shoal.types import FinishReason, Priority, Receipt
@@ -42,9 +43,10 @@ class Sequence:
 
     __slots__ = (
         "_table", "accepted", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "computed",
-        "computed_tokens", "copy_source", "deadline", "draft", "drafted", "foretold", "hashes", "indexed", "load",
-        "marks", "miss", "preemptions", "prompt_len", "rank", "saving", "scored", "seq_id", "shared_blocks",
-        "shared_with", "spec", "status", "tokens", "urgency", "waits_for", "waits_until", "want", "writes",
+        "computed_tokens", "copy_source", "deadline", "draft", "drafted", "foretold", "hashes", "held", "indexed",
+        "load", "marks", "miss", "preemptions", "prompt_len", "rank", "restored", "saving", "scored", "seq_id",
+        "shared_blocks", "shared_with", "spec", "status", "tokens", "urgency", "waits_for", "waits_until", "want",
+        "writes",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +80,8 @@ class Sequence:
         self.saving: int | None = None  # the checkpoint reserved for the chunk that is being computed
         self.waits_for: Sequence | None = None  # this one computes blocks we share
         self.waits_until = 0
+        self.held = False  # what it wants from further tiers is on its way
+        self.restored: dict[Tier, int] = {}  # tokens that came back for it, by where from
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.shared_with = 0
@@ -165,6 +169,7 @@ class Sequence:
     @property
     def receipt(self) -> Receipt:
         """What sharing and drafting saved so far."""
+        host, disk = (min(self.restored.get(tier, 0), self.cached_tokens) for tier in (Tier.HOST, Tier.DISK))
         return Receipt(
             self.cached_tokens,
             self.computed_tokens,
@@ -174,6 +179,8 @@ class Sequence:
             self.drafted,
             self.accepted,
             self.draft.foretold if self.draft is not None else self.foretold,
+            host,
+            disk,
         )
 
 

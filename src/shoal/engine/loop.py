@@ -19,11 +19,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
-from shoal.core.commands import Abort, Add, Commit, Defer, Fail, JudgedTokens, Schedule, SetMaxRunning, Share, Unpin
+from shoal.core.commands import (
+    Abort,
+    Add,
+    Commit,
+    Defer,
+    Fail,
+    JudgedTokens,
+    PreemptAll,
+    Schedule,
+    SetMaxRunning,
+    Share,
+    Unpin,
+)
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
+from shoal.engine.kv.opening import open_tiers
+from shoal.engine.kv.tiering import Tiering
+from shoal.engine.pressure import MemoryWatch, Relief
 from shoal.engine.record import Recorder
 from shoal.engine.storm import StormWatch
 from shoal.errors import CallbackError, RunnerError, ShoalError
@@ -148,16 +163,20 @@ class StepLoop:
         config: EngineConfig,
         governor: Governor | None = None,
         *,
+        memory: MemoryWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.inputs = inputs
         self.config = config
         self.governor = governor
-        self.rest_s = 0.0  # what the governor wants between the last step and the next
+        self.rest_s = 0.0  # between the last step and the next: the governor wants it, or KV is on its way
         self.clock = clock
         self._recorder = None if config.record is None else Recorder(Path(config.record), runner.spec, config)
         self.scheduler = Scheduler(runner.spec, config, self._recorder)
+        self.wake: Callable[[], None] = _do_nothing  # called on any thread when there may be something to do again
+        self.relief = None if memory is None else Relief(memory, self.scheduler, runner)
+        self.tiering = open_tiers(runner, self.scheduler, config, lambda: self.wake())
         self._storm = StormWatch(runner.spec, config)
         self._chooser = RowChooser(runner.spec.vocab_size)
         self.failures = 0
@@ -211,6 +230,8 @@ class StepLoop:
         arrival = self.clock() if arrival is None else arrival
         self.scheduler.apply(Add(seq_id, prepared.spec, arrival, written, len(scores)))
         seq = self.scheduler.sequence(seq_id)
+        if self.tiering is not None:
+            self.tiering.arrived(seq)
         logprobs = list(before.logprobs[: len(written)])
         state = RequestState(request_id, prepared, seq, sampler, checker, sink, len(seq.tokens), text, logprobs, scores)
         state.told = bool(scores) and not seq.scoring
@@ -245,20 +266,53 @@ class StepLoop:
 
     def step(self) -> StepRecord | None:
         """Plan and run one step and tell the requests; None when there was nothing to compute."""
-        governor = self.governor
-        if governor is None:
-            return self._step()
-        if governor.deferring != self.scheduler.queue.deferring:
-            self.scheduler.apply(Defer(governor.deferring))
-        rows = governor.most_running(self.config.max_batch)
+        tiering = self.tiering
+        if self.relief is not None:
+            self.relief.look(tiering)
+        if self.governor is not None or self.relief is not None:
+            self._obey(self.governor)
+        if tiering is not None:
+            tiering.bring_back()
+        record = self._step()
+        if record is not None and tiering is not None:  # as much as the step made
+            tiering.copy_out(record.prefill_tokens // self.runner.spec.block_size + 1)
+        self.rest_s = self._rest_after(record)
+        return record
+
+    def _obey(self, governor: Governor | None) -> None:
+        """Let class low wait, and the batch be narrow, while the governor or the memory of the machine asks for it."""
+        deferring = (governor is not None and governor.deferring) or (self.relief is not None and self.relief.deferring)
+        if deferring != self.scheduler.queue.deferring:
+            self.scheduler.apply(Defer(deferring))
+        rows = governor.most_running(self.config.max_batch) if governor is not None else self.config.max_batch
         if rows != self.scheduler.max_running:
             self.scheduler.apply(SetMaxRunning(rows))
-        record = self._step()
+
+    def _rest_after(self, record: StepRecord | None) -> float:
+        """Seconds until the next step: the governor's pause, or with nothing to compute, until KV may have come."""
+        governor = self.governor
         if record is not None:
-            self.rest_s = governor.pause_s(record.ms / 1e3)
-        else:  # when all that is left is deferred, look again when the governor may have changed its mind
-            self.rest_s = governor.policy.sample_s if not self.idle and not self.scheduler.running else 0.0
-        return record
+            return governor.pause_s(record.ms / 1e3) if governor is not None else 0.0
+        if self.kv_on_its_way and self.tiering is not None:
+            return self.tiering.left_s
+        # When all that is left is deferred, look again when the governor may have changed its mind.
+        return governor.policy.sample_s if governor is not None and self._only_waits else 0.0
+
+    @property
+    def _only_waits(self) -> bool:
+        return not self.idle and not self.scheduler.running
+
+    @property
+    def kv_on_its_way(self) -> bool:
+        """True while all that is to be computed waits for KV from a further tier, none of which has come yet."""
+        tiering = self.tiering
+        if tiering is None or self.scheduler.running or not tiering.holding or tiering.ready:
+            return False
+        return tiering.held == len(self.scheduler.queue)
+
+    def copy_out(self) -> bool:
+        """With nothing to compute: copy KV out to the further tiers, a slice; False when there is nothing to do."""
+        return self.tiering is not None and self.tiering.copy_out()
 
     def _step(self) -> StepRecord | None:
         begin = self.clock()
@@ -476,8 +530,27 @@ class StepLoop:
         self._finished += 1
         self._cached_tokens += seq.cached_tokens
         self._computed_tokens += seq.computed_tokens
+        if self.tiering is not None:
+            self.tiering.ended(seq)
         if seq.seq_id in self.scheduler.pinned:
             self.prefixes[seq.seq_id] = (seq.spec.prompt, seq.spec.namespace)
+
+    def leave_tiers(self) -> Tiering | None:
+        """Bring nothing back and copy nothing out, until what this gives is put back by `join_tiers`."""
+        left, self.tiering = self.tiering, None
+        return left
+
+    def join_tiers(self, left: Tiering | None) -> None:
+        """Use tiers again. What came into the tree meanwhile is not copied out."""
+        self.tiering = left
+        if left is not None:
+            left.skip()
+
+    def drop_kv(self) -> None:
+        """Give up all KV in memory that is not pinned; what runs goes back to the queue."""
+        self.scheduler.apply(PreemptAll(drop_cached=True))
+        if self.tiering is not None and self.tiering.host is not None:
+            self.tiering.host.shrink(0)
 
     def unpin(self, seq_id: SeqId) -> None:
         """Let a pinned prefix go."""
@@ -485,9 +558,18 @@ class StepLoop:
         self.scheduler.apply(Unpin(seq_id))
 
     def close(self) -> None:
-        """End the record, if there is one. Nothing follows."""
+        """Let KV be written that is to outlive the engine, and end the record, if there is one. Nothing follows."""
+        if self.tiering is not None:
+            self.tiering.close()
         if self._recorder is not None:
             self._recorder.close()
+
+    def load(self) -> tuple[int, int]:
+        """Prompt tokens that are still to be computed, and the contexts of running requests."""
+        scheduler = self.scheduler
+        queued = sum(seq.behind for seq in scheduler.queue)
+        queued += sum(seq.behind for seq in scheduler.running if not seq.decoding)
+        return queued, sum(len(seq.tokens) for seq in scheduler.running)
 
     def stats(self) -> EngineStats:
         """What is held and was done so far."""
@@ -509,9 +591,14 @@ class StepLoop:
             step_bytes=spec.step_bytes,
             checkpoint_bytes=spec.num_checkpoints * spec.checkpoint_bytes,
             peak_bytes=self.runner.peak_bytes,
+            tiers=None if self.tiering is None else self.tiering.stats(),
             drafted_tokens=scheduler.drafted,
             accepted_tokens=scheduler.accepted,
         )
+
+
+def _do_nothing() -> None:
+    """Nobody waits."""
 
 
 def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> JudgedTokens:

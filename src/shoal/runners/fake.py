@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
-from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 from shoal.splitmix import GOLDEN, MASK, mix
 
 Fault = Callable[[StepPlan], None]
@@ -84,6 +84,42 @@ class FakeRunner:
     def peak_bytes(self) -> int | None:
         """None: not counted."""
         return None
+
+    @property
+    def access(self) -> FakeRunner:
+        """This runner itself."""
+        return self
+
+    @property
+    def identity(self) -> str:
+        """All toy models of one form compute the same."""
+        return f"fake {self.spec.block_size} {self.spec.splits_decode} {self.spec.recurrent}"
+
+    @property
+    def block_bytes(self) -> int:
+        """Eight for each slot."""
+        return self.spec.block_bytes
+
+    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+        """Copy the slots of a block to `out`."""
+        out[:] = np.array(self._kv[block], np.uint64).view(np.uint8)
+
+    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_block` gave."""
+        self._kv[block] = data.view(np.uint64).tolist()
+
+    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Empty blocks."""
+        for block in blocks:
+            self._kv[block] = [0] * self.spec.block_size
+
+    def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
+        """The state that was saved there."""
+        return np.array([self._checkpoints[checkpoint][1]], np.uint64).view(np.uint8)
+
+    def write_checkpoint(self, checkpoint: int, tokens: int, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_checkpoint` gave."""
+        self._checkpoints[checkpoint] = tokens, int(data.view(np.uint64)[0])
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass. RunnerError for a sequence without tokens, a table too short for them, a chain that cannot be."""

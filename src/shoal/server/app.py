@@ -7,9 +7,10 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
@@ -25,6 +26,7 @@ from shoal.errors import ShoalError
 from shoal.processes import process_mb
 from shoal.server.anthropic.messages import count_tokens, messages
 from shoal.server.anthropic.schemas import CountRequest, MessagesRequest
+from shoal.server.block_events import block_events
 from shoal.server.body import BodyRoute
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ANTHROPIC, ApiError, bad_request, from_shoal, from_validation
@@ -35,7 +37,7 @@ from shoal.server.metrics import Metrics
 from shoal.server.openai.chat import chat_completions
 from shoal.server.openai.completions import completions
 from shoal.server.openai.prompts import Chat, prompt_tokens
-from shoal.server.openai.responses import responses
+from shoal.server.openai.responses import follow, responses
 from shoal.server.openai.responses_schemas import ResponsesRequest
 from shoal.server.openai.schemas import (
     ChatRequest,
@@ -45,6 +47,7 @@ from shoal.server.openai.schemas import (
     TokenizeRequest,
     UnloadRequest,
 )
+from shoal.server.openai.stored import add_stored_routes, save_running, take_up
 
 _ERRORS = {
     400: "A field is wrong; `param` names it",
@@ -118,6 +121,10 @@ def create_app(
     app = FastAPI(title="shoal", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     _generation_routes(app, api)
+    add_stored_routes(app, api)
+    hub.opening.append(lambda: take_up(api, partial(follow, api)))
+    hub.keeping.append(partial(save_running, api))
+    hub.closing.append(api.kept.close)
     _model_routes(app, api)
     _watch_routes(app, api)
     for mount in mounts:
@@ -274,6 +281,10 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         return Response(api.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @app.get("/v1/events")
+    async def events(after: Annotated[int | None, Query(ge=0)] = None, tokens: bool = True) -> Response:
+        return block_events(api, after, with_tokens=tokens)
+
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
         healthy, state = api.hub.health()
@@ -288,6 +299,8 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
             told["warmup_s"] = served.engine.warmup_s
             if served.engine.governor is not None:
                 told["power"] = served.engine.governor.describe()
+            if served.engine.memory is not None:
+                told["memory"] = served.engine.memory.describe()
             told["engine"] = {**dataclasses.asdict(engine), "hit_rate": engine.hit_rate}
         return told
 

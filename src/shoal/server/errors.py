@@ -18,11 +18,13 @@ from shoal.errors import (
     EngineClosedError,
     HistoryError,
     KVBudgetError,
+    MemoryPressureError,
     ModelError,
     ModelNotFoundError,
     PowerLimitError,
     PromptTooLongError,
     QueueFullError,
+    ReplicaLostError,
     RequestError,
     ShoalError,
 )
@@ -108,6 +110,9 @@ def from_shoal(error: ShoalError, names: Mapping[str, str] | None = None) -> Api
     if isinstance(error, PowerLimitError):
         retry = str(max(1, math.ceil(error.retry_after_s)))
         return ApiError(503, text, code="power_limit", headers={"Retry-After": retry})
+    if isinstance(error, MemoryPressureError):
+        retry = str(max(1, math.ceil(error.retry_after_s)))
+        return ApiError(503, text, code="memory_pressure", headers={"Retry-After": retry})
     if isinstance(error, RequestError):
         code = {PromptTooLongError: "context_length_exceeded", KVBudgetError: "kv_budget_exceeded"}
         param = (names or {}).get(error.param, error.param)
@@ -116,6 +121,8 @@ def from_shoal(error: ShoalError, names: Mapping[str, str] | None = None) -> Api
         return ApiError(404, text, param="model", code="model_not_found")
     if isinstance(error, EngineClosedError):
         return unavailable(text, "engine_unavailable")
+    if isinstance(error, ReplicaLostError):
+        return unavailable(text, "replica_lost")
     if isinstance(error, DownloadError):
         return ApiError(502, text, param="model", code="download_failed")
     if isinstance(error, HistoryError):

@@ -22,6 +22,7 @@ from shoal.errors import (
     CheckpointError,
     EngineClosedError,
     GraphError,
+    MemoryPressureError,
     PowerLimitError,
     QueueFullError,
     RunnerError,
@@ -156,7 +157,7 @@ async def _attempt(run: Run, node: Node, agent: Agent, messages: list[Message], 
         tried = _judge(agent, log.result, limit)
     except TimeoutError:
         tried = _late(agent, limit)
-    except (PowerLimitError, QueueFullError) as error:
+    except (MemoryPressureError, PowerLimitError, QueueFullError) as error:
         tried = Tried(cause=str(error), outcome="failed", again=True, pause_s=error.retry_after_s)
     except CheckpointError:
         raise
