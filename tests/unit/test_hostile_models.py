@@ -25,7 +25,7 @@ from tests.support.tiny_models import write_model
 
 LIES: tuple[Any, ...] = (0, 1, -1, 3, 2**30, 2**31, 2**63, 1e30, 1e-300, float("nan"), float("inf"), 0.5, "x", True)
 GGUF_LIES = (*LIES, (), ("a", "b"), np.array([]), np.array([1, 2**30] * 50), np.array([-1] * 64))
-HUB_LIES = (*LIES, None, [], ["a"], {}, {"a": 1}, [1, 2**30] * 50, [None] * 64, [{}] * 64)
+HUB_LIES = (*LIES, 10**400, None, [], ["a"], {}, {"a": 1}, [1, 2**30] * 50, [None] * 64, [{}] * 64)
 
 
 @pytest.fixture(autouse=True)

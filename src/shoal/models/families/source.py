@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from shoal.checks import is_whole
+from shoal.checks import is_number, is_whole
 from shoal.errors import ModelFormatError
 from shoal.models.decoder import StoredTensor
 from shoal.models.families.rotary import Scaling
@@ -84,8 +84,9 @@ class Facts:
         if isinstance(value, (list, tuple, np.ndarray)) and len(value) and all(v == value[0] for v in value):
             value = value[0]
         value = default if value is None else value
-        number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
+        if isinstance(value, np.integer | np.floating):
+            value = value.item()
+        if not is_number(value):
             self.fail(key, value, "a number")
         return float(value)
 
