@@ -27,6 +27,7 @@ from shoal.core.commands import PreemptAll
 from shoal.core.draft import Drafter
 from shoal.core.sequence import Sequence as ScheduledTokens
 from shoal.engine.inputs import Codec, InputProcessor
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
 from shoal.engine.loop import Output, RequestState, StepLoop
@@ -214,7 +215,7 @@ def one_schedule(
     if loop.scheduler._drafter is not None:
         loop.scheduler._drafter = AnyDrafter(rng)
     if watched.access is not None and host is not None and config.prefix_sharing and rng.random() < 0.5:
-        loop.tiering = Tiering(loop.scheduler, watched.access, host, None)
+        loop.tiering = Tiering(loop.scheduler, watched.access, host, None, Buffers(watched.access.block_bytes, 0))
     watched.tokens.clear()
     coming = [rng.randrange(len(requests)) for _ in range(rng.randint(2, 14))]
     events: list[tuple[int, list[Event]]] = []

@@ -69,7 +69,7 @@ class Scheduler:
         self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
         self._keeping = Keeping(self.kv.tree.eviction, self.kv.pool.total)
-        self._now = 0.0  # of the command that is carried out, or the last that had a time
+        self.now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
         self._restored = Restored()
@@ -188,7 +188,7 @@ class Scheduler:
         """The only way out: leave queue or batch, free what was held, and say so once."""
         if seq.spec.keep_s and self.config.prefix_sharing and reason in (FinishReason.STOP, FinishReason.LENGTH):
             hashes = self.kv.tree.path_hashes(self.kv.tree_tokens(seq), seq.spec.namespace)
-            self._keeping.keep(hashes, self._now + seq.spec.keep_s)
+            self._keeping.keep(hashes, self.now + seq.spec.keep_s)
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:
@@ -241,7 +241,7 @@ class Scheduler:
             return
         spare = len(self.running)  # each running one may need one more block soon
         self._restored = self.kv.restore(seq, command.first, command.count, spare=spare, state=command.state)
-        tokens = len(self._restored.blocks) * self.kv.block_size
+        tokens = len(self._restored.blocks) * self.kv.block_size if seq.admitted_at is None else 0
         seq.restored[command.tier] = seq.restored.get(command.tier, 0) + tokens
 
     def _preempt_all(self, *, drop_cached: bool) -> None:
@@ -325,7 +325,7 @@ class Scheduler:
         return found
 
     def _expire(self, now: float) -> None:
-        self._now = now
+        self.now = now
         self._keeping.expire(now)
         for seq in self._deadlines.due(now):
             self._end(seq, FinishReason.TIMEOUT)
@@ -493,7 +493,7 @@ class Scheduler:
     def _commit(self, command: Commit) -> None:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
         decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
-        self._now = command.now
+        self.now = command.now
         decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)

@@ -306,7 +306,9 @@ class StepLoop:
     def kv_on_its_way(self) -> bool:
         """True while all that is to be computed waits for KV from a further tier, none of which has come yet."""
         tiering = self.tiering
-        return tiering is not None and self._only_waits and tiering.holding and not tiering.ready
+        if tiering is None or self.scheduler.running or not tiering.holding or tiering.ready:
+            return False
+        return tiering.held == len(self.scheduler.queue)
 
     def copy_out(self) -> bool:
         """With nothing to compute: copy KV out to the further tiers, a slice; False when there is nothing to do."""
@@ -528,6 +530,8 @@ class StepLoop:
         self._finished += 1
         self._cached_tokens += seq.cached_tokens
         self._computed_tokens += seq.computed_tokens
+        if self.tiering is not None:
+            self.tiering.ended(seq)
         if seq.seq_id in self.scheduler.pinned:
             self.prefixes[seq.seq_id] = (seq.spec.prompt, seq.spec.namespace)
 
@@ -559,6 +563,13 @@ class StepLoop:
             self.tiering.close()
         if self._recorder is not None:
             self._recorder.close()
+
+    def load(self) -> tuple[int, int]:
+        """Prompt tokens that are still to be computed, and the contexts of running requests."""
+        scheduler = self.scheduler
+        queued = sum(seq.behind for seq in scheduler.queue)
+        queued += sum(seq.behind for seq in scheduler.running if not seq.decoding)
+        return queued, sum(len(seq.tokens) for seq in scheduler.running)
 
     def stats(self) -> EngineStats:
         """What is held and was done so far."""

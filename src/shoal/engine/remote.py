@@ -86,7 +86,7 @@ class RemoteEngine(AsyncFace):
         )
 
     async def _open(self) -> None:
-        await self._describe()
+        await self.describe()
 
     @property
     def spec(self) -> ModelSpec:
@@ -101,7 +101,7 @@ class RemoteEngine(AsyncFace):
             raise EngineClosedError("the engine is closed", hint="make it again")
         refuse_arrival(request)
         if self._spec is None:
-            await self._describe()
+            await self.describe()
         seed = request.sampling.seed
         seed = self._seeds.getrandbits(31) if seed is None else seed  # some servers take no more bits
         schema = request.sampling.json_schema is not None
@@ -152,7 +152,7 @@ class RemoteEngine(AsyncFace):
             await response.aread()
             refuses_usage = response.status_code in (400, 422) and b"stream_options" in response.content
             if not self._tells_usage or not refuses_usage:
-                raise _error(response, request.sampling)
+                raise refusal(response, request.sampling)
             self._tells_usage = False
 
     async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
@@ -178,14 +178,15 @@ class RemoteEngine(AsyncFace):
         self._closed = True
         await self._http.aclose()
 
-    async def _describe(self) -> None:
+    async def describe(self) -> None:
+        """Ask the server which models it has. BackendError when it cannot be reached, ModelNotFoundError."""
         try:
             response = await self._http.get("models")
         except self._httpx.HTTPError as error:
             hint = "check base_url, which should end in /v1"
             raise BackendError(f"the server cannot be reached: {_words(error)}", hint=hint) from error
         if response.status_code != 200:
-            raise _error(response, SamplingParams())
+            raise refusal(response, SamplingParams())
         models = _listed(response)
         name = self._model or next(iter(models), None)
         if name is None or name not in models:
@@ -351,7 +352,7 @@ def _unsupported(param: str, hint: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} cannot be asked of a remote server", param=param, hint=hint)
 
 
-def _error(response: httpx.Response, sampling: SamplingParams) -> ShoalError:
+def refusal(response: httpx.Response, sampling: SamplingParams) -> ShoalError:
     """The server's refusal as the error that the local engine would raise."""
     try:
         told = response.json()["error"]
