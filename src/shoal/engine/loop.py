@@ -306,7 +306,9 @@ class StepLoop:
     def kv_on_its_way(self) -> bool:
         """True while all that is to be computed waits for KV from a further tier, none of which has come yet."""
         tiering = self.tiering
-        return tiering is not None and self._only_waits and tiering.holding and not tiering.ready
+        if tiering is None or self.scheduler.running or not tiering.holding or tiering.ready:
+            return False
+        return tiering.held == len(self.scheduler.queue)
 
     def copy_out(self) -> bool:
         """With nothing to compute: copy KV out to the further tiers, a slice; False when there is nothing to do."""

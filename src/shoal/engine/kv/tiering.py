@@ -105,6 +105,12 @@ class Tiering:
         return self._return is not None or bool(self._line)
 
     @property
+    def held(self) -> int:
+        """How many sequences wait for KV to come back, without those that have ended meanwhile."""
+        served = [self._return.seq] if self._return is not None else []
+        return sum(seq.status is Status.WAITING for seq in (*served, *self._line))
+
+    @property
     def ready(self) -> bool:
         """Whether `bring_back` has something to do now."""
         now = self._return
