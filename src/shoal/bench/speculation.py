@@ -164,7 +164,7 @@ class SpeculationBench:
         found, costs = [], {}
         engines = self._engines(partial(open_model, self._model), None)
         try:
-            costs["model"] = step_costs(engines[True])
+            costs["model"] = step_costs(engines[True], _streams(levels, forced=False))
             for level in levels:
                 if not level.forced:
                     found.append(self._level(engines, level, rounds))
@@ -176,7 +176,7 @@ class SpeculationBench:
                 path = write_shape(Path(folder) / "shape.gguf", _SHAPE, _FORMAT)
                 engines = self._engines(None, (path, texts))
                 try:
-                    costs["shape"] = step_costs(engines[True])
+                    costs["shape"] = step_costs(engines[True], _streams(levels, forced=True))
                     found += [self._level(engines, level, rounds, texts) for level in levels if level.forced]
                 finally:
                     _close(engines)
@@ -278,7 +278,11 @@ def _close(engines: Mapping[bool, Engine]) -> None:
 # -- what would have been best ------------------------------------------------------------------------------------
 
 
-def step_costs(engine: Engine, streams: Sequence[int] = (1, 4, 8, 32)) -> dict[str, dict[int, float]]:
+def _streams(levels: Sequence[Level], *, forced: bool) -> list[int]:
+    return sorted({level.streams for level in levels if level.forced is forced})
+
+
+def step_costs(engine: Engine, streams: Sequence[int]) -> dict[str, dict[int, float]]:
     """Milliseconds of a pass of so many rows, all arg-max, by streams: straight from the runner, the engine at rest."""
     engine.suspend(drop_kv=True)
     try:

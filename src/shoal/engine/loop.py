@@ -275,7 +275,7 @@ class StepLoop:
             tiering.bring_back()
         record = self._step()
         if record is not None and tiering is not None:  # as much as the step made
-            tiering.copy_out(record.prefill_tokens // self.runner.spec.block_size + 1)
+            tiering.copy_out((record.prefill_tokens + record.decode_tokens) // self.runner.spec.block_size + 1)
         self.rest_s = self._rest_after(record)
         return record
 
