@@ -179,29 +179,32 @@ void Step::attend(const Layer& l, Batch& batch, int unit, Scratch& s) {
     }
 }
 
-void Step::mix_attention(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s) {
-    const int parts =
-        all.normed.tiles.size() < 16 ? 1 : 4;  // of the rows: a head is too large a unit for the end of a phase
-    const int units = l.heads + (l.kv_layer < 0 ? 2 * l.kv_heads : 0) + (l.gate.data ? l.heads : 0);
-    share(counter++, units * parts, [&](int unit) { project_head(l, unit / parts, unit % parts, parts, s); });
-    meet(thread, kQkv);
-    if (l.norm_over_heads) {
-        share(counter++, all.rows, [&](int row) {
-            float *x = reinterpret_cast<float*>(mixed.data()) +
-                       size_t(row) * size_t(l.heads + l.kv_heads) * size_t(l.dim),
-                  *key = x + l.heads * l.dim;
-            if (l.q_norm.weight) normalise(l.q_norm, x, l.heads * l.dim, x);
-            for (int h = 0; h < l.heads; h++) finish_query(l, h, row, x + h * l.dim);
-            if (l.kv_layer >= 0) return;
-            if (l.k_norm.weight) normalise(l.k_norm, key, l.kv_heads * l.dim, key);
-            for (int h = 0; h < l.kv_heads; h++) finish_key(l, h, row, key + h * l.dim);
-        });
-        meet(thread, kQkv);
-    }
-    if (!b.rows) return;
-    if (&b == &last && thread == 0) take_last_rows();
-    share(counter++, int(b.spans.size()) * l.kv_heads, [&](int unit) { attend(l, b, unit, s); });
-    meet(thread, kAttention);
+// What is left of a row's projections where norms go over all heads.
+void Step::norm_over_heads(const Layer& l, int row) {
+    float *x = reinterpret_cast<float*>(mixed.data()) + size_t(row) * size_t(l.heads + l.kv_heads) * size_t(l.dim),
+          *key = x + l.heads * l.dim;
+    if (l.q_norm.weight) normalise(l.q_norm, x, l.heads * l.dim, x);
+    for (int h = 0; h < l.heads; h++) finish_query(l, h, row, x + h * l.dim);
+    if (l.kv_layer >= 0) return;
+    if (l.k_norm.weight) normalise(l.k_norm, key, l.kv_heads * l.dim, key);
+    for (int h = 0; h < l.kv_heads; h++) finish_key(l, h, row, key + h * l.dim);
+}
+
+void Step::mix_attention(const Layer& l, Batch& b) {
+    const int heads = l.heads + (l.kv_layer < 0 ? 2 * l.kv_heads : 0) + (l.gate.data ? l.heads : 0);
+    const auto parts = [this] {
+        return all.normed.tiles.size() < 16 ? 1 : 4;
+    };  // of the rows: a head is too large a unit
+    add(
+        kQkv, all, [heads, parts] { return heads * parts(); },
+        [this, &l, parts](int unit, Scratch& s) { project_head(l, unit / parts(), unit % parts(), parts(), s); });
+    if (l.norm_over_heads)
+        add(kQkv, all, [this] { return all.rows; }, [this, &l](int row, Scratch&) { norm_over_heads(l, row); });
+    const auto open = [this, &l, &b] {
+        if (&b == &last) take_last_rows();
+        return int(b.spans.size()) * l.kv_heads;
+    };
+    add(kAttention, b, open, [this, &l, &b](int unit, Scratch& s) { attend(l, b, unit, s); });
 }
 
 }  // namespace shoal

@@ -143,8 +143,7 @@ using Source = nb::ndarray<const uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, 
 // The rows of a matrix into its strips.
 void pack(const nb::dict& entry, const std::string& type, Source raw, Bytes out) {
     const Matrix form = form_of(entry_of(entry));
-    if (raw.size() != row_bytes(type, form.k) * size_t(form.n) ||
-        out.size() != form.strip_bytes * size_t(form.strips))
+    if (raw.size() != row_bytes(type, form.k) * size_t(form.n) || out.size() != form.strip_bytes * size_t(form.strips))
         throw FormatError("what is packed does not have the size of its form");
     nb::gil_scoped_release release;
     pack_strips(form, type, raw.data(), out.data());
