@@ -43,6 +43,7 @@ const Kernels* SHOAL_NAME(SHOAL_ISA)() {
                                       start_row,
                                       to_codes,
                                       {kAttend, kAttendEight},
+                                      merge_row,
                                       finish_row,
                                       best_of};
     return &table;

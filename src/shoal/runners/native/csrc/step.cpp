@@ -80,7 +80,7 @@ Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels())
     }
     for (auto& s : scratch) {
         s.one.resize(size_t(k.max_rows) * size_t(most_dim)), s.two.resize(s.one.size());
-        s.state.resize(size_t(kRowsAtOnce) * size_t(state));
+        s.state.resize(size_t(kRowsAtOnce) * 2 * size_t(state));
         s.row.resize(size_t(row)), s.other.resize(size_t(c.embd)),
             s.wide.resize(size_t(c.inputs.size) * m.layers().size());
         s.keys.resize(size_t(kTokensAtOnce) * 2 * size_t(keys));
@@ -93,12 +93,11 @@ Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels())
 
 void Step::form(Batch& batch, int rows) {
     const DenseInputs dense(m);
-    int attended = 0, inner = c.inputs.size, kv_heads = 0;
+    int attended = 0, inner = c.inputs.size;
     bool delta = c.inputs.size > 0, own = false;
     for (const Layer& l : m.layers()) {
         attended = std::max(attended, l.inner()),
         inner = std::max({inner, l.feed == Feed::kDense ? l.ff : 0, l.shared});
-        kv_heads = std::max(kv_heads, l.attends() ? l.kv_heads : 0);
         delta |=
             l.residual_scale != 1.f || l.mixer_post_norm.weight || l.ff_post_norm.weight || l.feed == Feed::kMixture;
         own |= norms_inputs(l);
@@ -114,25 +113,7 @@ void Step::form(Batch& batch, int rows) {
     if (own)
         batch.experts_in.shape(rows, c.embd, k.max_rows, dense.normed),
             batch.shared_in.shape(rows, c.embd, k.max_rows, dense.normed);
-    // Attention units: runs of rows that start with the same block, in pieces small enough to keep all threads busy.
-    batch.spans.clear();
-    const int piece = std::clamp(rows * kv_heads / (m.threads() * 3), 1, kRowsAtOnce);
-    for (int i = 0; i < rows;) {
-        int j = i + 1;
-        const int block = plan->sequences[size_t(batch.queries[size_t(i)].sequence)].table[0];
-        while (j < rows && j - i < piece &&
-               plan->sequences[size_t(batch.queries[size_t(j)].sequence)].table[0] == block)
-            j++;
-        batch.spans.push_back({i, j});
-        i = j;
-    }
-    auto cost = [&](const Span& s) {
-        int64_t sum = 0;
-        for (int i = s.from; i < s.to; i++) sum += batch.queries[size_t(i)].position;
-        return sum;
-    };
-    std::stable_sort(batch.spans.begin(), batch.spans.end(),
-                     [&](const Span& a, const Span& b) { return cost(a) > cost(b); });
+    cut_attention(batch);
 }
 
 void Step::prepare(const Plan& p, float* logits) {

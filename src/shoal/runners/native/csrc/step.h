@@ -47,8 +47,12 @@ struct QueryRow {
     int sequence, position, source;
 };  // source: its row in the q buffer and in `all`
 struct Span {
-    int from, to;
-};  // query rows that one attention unit takes
+    int from, to;          // query rows that share their first block
+    int sections, states;  // of the longest; before it in Batch::parts, for each KV head
+};
+struct Cut {
+    int span, section;
+};
 
 // Rows that go through a layer together.
 struct Batch {
@@ -58,7 +62,15 @@ struct Batch {
     float* delta = nullptr;  // [rows][embd]: what a block gives where it is not added to x at once
     Acts normed, attended, inner, experts_in, shared_in;  // the last two where a mixture norms its own inputs
     std::vector<QueryRow> queries;  // sorted so that shared blocks are neighbours; row i of x is queries[i]
+    // Attention's units, each for every KV head: spans, or where those are too few for all threads, their sections. The sums of a
+    // section then lie in `parts`, and whoever is the last of a span and head adds them in order.
+    struct Counter {
+        std::atomic<int> done{0};
+    };
     std::vector<Span> spans;
+    std::vector<Cut> pieces;  // empty: units are spans
+    std::vector<Counter> finished;
+    Pages parts;
 };
 
 // What a block left behind to be added to x: x = output_scale * (x + scale * norm(delta)).
@@ -190,7 +202,21 @@ struct Step : Work {
     void write_q(const Layer& l, const float* x, float scale, uint8_t* out) const;
     void write_kv(const Layer& l, int head, int row, const float* x, bool value);
     void attend(const Layer& l, Batch& batch, int unit, Scratch& s);
-    void walk(const Layer& l, const Batch& batch, int head, int from, int to, int span, int base, Scratch& s);
+    void walk(const Layer& l, const Batch& batch, int head, int from, int to, int span, int end, int base, Scratch& s);
+    void cut_attention(Batch& batch);
+    void begin_rows(const Layer& l, const Batch& batch, const Span& span, int head, float* states, Scratch& s);
+    void walk_section(const Layer& l, const Batch& batch, const Span& span, int head, int section, Scratch& s);
+    void attend_section(const Layer& l, Batch& batch, int unit, Scratch& s);
+    void finish_attention(const Layer& l, Batch& batch, int row, int head, const float* state, Scratch& s);
+    const float* sinks_of(const Layer& l, int head) const {
+        return l.sinks ? l.sinks + head * (l.heads / l.kv_heads) : nullptr;
+    }
+    static Heads heads_of(const Layer& l) { return {l.heads / l.kv_heads, l.dim, l.v_dim, l.cap * 1.44269504f}; }
+    // Of a row, its first section. It is the row's last one too: nothing is added up.
+    int first_section(const Layer& l, int position) const { return begin_of(l, position) / kSection; }
+    bool in_one_section(const Layer& l, int position) const {
+        return first_section(l, position) == position / kSection;
+    }
     int begin_of(const Layer& l, int position) const {
         return l.window && position >= l.window ? position - l.window + 1 : 0;
     }
