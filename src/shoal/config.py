@@ -39,6 +39,10 @@ class Settings(TypedDict, total=False):
     memory: int | str | None
     prefix_memory: int | str | None
     prefix_sharing: bool
+    kv_host: int | str | None
+    kv_cache: int | str | None
+    watch_memory: bool
+    speculation: bool
     max_step_tokens: int
     max_stall_ms: float
     max_queue: int
@@ -64,6 +68,12 @@ class EngineConfig:
     max_batch: sequences that decode together. kv_memory: bytes of KV, cached prefixes included. memory: bytes of
     weights, KV and the transient of a step together; KV shrinks to fit (None: only kv_memory counts).
     prefix_memory: bytes of KV kept for prefixes that nobody uses at the moment (None: whatever is free).
+    kv_host: bytes of KV kept in host memory beside that. kv_cache: bytes of KV kept on disk, below SHOAL_HOME, for
+    later processes too; "auto" is a modest share of the disk where the runner can, and nothing where it cannot. Both
+    are off where None. watch_memory: where the machine is short of memory, give up KV that nobody uses, then make class
+    low wait, then refuse new requests (`docs/memory.md`).
+    speculation: try tokens that are likely to come, where the model's runner keeps bits and where it pays; what is
+    written stays the same (`docs/speculation.md`).
     max_step_tokens: the most tokens of one forward pass. max_stall_ms: the longest a running stream may wait for
     its next token because another prompt is being computed. decode_chunk: greedy tokens chained on the device
     where the runner can (1: strict streaming). max_queue: requests that may wait; max_queue_tokens: tokens of prompts
@@ -85,6 +95,10 @@ class EngineConfig:
     memory: int | str | None = None
     prefix_memory: int | str | None = None
     prefix_sharing: bool = True
+    kv_host: int | str | None = None
+    kv_cache: int | str | None = None
+    watch_memory: bool = False
+    speculation: bool = True
     max_step_tokens: int = 512
     max_stall_ms: float = 150.0
     max_queue: int = 1024
@@ -121,9 +135,9 @@ class EngineConfig:
             value = getattr(self, name)
             if not is_number(value) or value <= 0:
                 raise _out_of_range(name, value, "a number above 0")
-        for name in ("kv_memory", "memory", "prefix_memory"):
+        for name in ("kv_memory", "memory", "prefix_memory", "kv_host", "kv_cache"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and (name, value) != ("kv_cache", "auto"):
                 object.__setattr__(self, name, parse_bytes(value, name))
         if self.precision not in get_args(Precision):
             raise _out_of_range("precision", self.precision, f"one of {', '.join(get_args(Precision))}")
@@ -133,7 +147,7 @@ class EngineConfig:
             raise _out_of_range("runner_options", self.runner_options, "names of options with their values")
         if not isinstance(self.power, bool | Mapping):
             raise _out_of_range("power", self.power, "true, false, or fields of a power policy")
-        for name in ("prefix_sharing", "pin_threads"):
+        for name in ("watch_memory", "prefix_sharing", "speculation", "pin_threads"):
             if not isinstance(getattr(self, name), bool):
                 raise _out_of_range(name, getattr(self, name), "true or false")
         if self.max_batch > self.max_step_tokens:

@@ -93,6 +93,15 @@ class PowerLimitError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class MemoryPressureError(RequestError):
+    """The machine is out of memory, and nothing new is taken. `value` is what the sensors say, `limit` the level."""
+
+    def __init__(self, message: str, *, value: object, limit: object, retry_after_s: float) -> None:
+        hint = f"retry in about {retry_after_s:.0f} s, or free memory: a smaller kv_memory, a smaller model"
+        super().__init__(message, param="memory", value=value, limit=limit, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
 class SensorError(ShoalError):
     """A sensor of heat, power or energy is not there, or cannot be read by this user."""
 
@@ -166,6 +175,10 @@ class GraphFileError(GraphError):
         super().__init__(f"{file}:{line}: {message}", value=value, hint=hint)
         self.file = file
         self.line = line
+
+
+class CheckpointError(GraphError):
+    """A checkpoint of a run cannot be read or written, is in use, or is of another graph or other inputs."""
 
 
 class GraphFailedError(ShoalError):

@@ -102,6 +102,7 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     thinking: Thinking | None = None
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.thinking, Mapping):  # as it was saved
@@ -152,7 +153,8 @@ class SamplingParams:
             value = getattr(self, name)
             _check(is_number(value, lowest, highest), name, value, f"a number from {lowest} to {highest}")
         _check(self.top_p > 0, "top_p", self.top_p, "above 0")
-        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        for name in ("ignore_eos", "speculate"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
 
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
@@ -229,6 +231,8 @@ class Request:
     longest `critical_path` goes first: how many tokens must still be written one after another, its own and those of
     what waits for it. For `keep_s` seconds after its end the KV of its prompt and output is evicted last, for a next
     turn that is sure to come (the result of a tool, say); nothing is held, and memory that is needed is still found.
+    `predicted` are tokens that the output is expected to be like, as when a text is to come back with few changes: it
+    never changes what is written, only how fast.
     """
 
     prompt: str | None = None
@@ -243,6 +247,7 @@ class Request:
     group: str = ""
     namespace: Namespace = Namespace()
     critical_path: int = 0
+    predicted: Sequence[int] = ()
     keep_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -267,6 +272,9 @@ class Request:
         _check(is_whole(path, 0), "critical_path", path, "0 or more tokens")
         _check(is_number(self.keep_s, 0, MAX_KEEP_S), "keep_s", self.keep_s, f"from 0 to {MAX_KEEP_S} seconds")
         _check(isinstance(self.namespace, Namespace), "namespace", self.namespace, "a Namespace")
+        predicted = self.predicted
+        _check(isinstance(predicted, Sequence) and not isinstance(predicted, str), "predicted", predicted, "a list")
+        _check(all(is_whole(t, 0, 2**31 - 1) for t in predicted), "predicted", predicted, "token ids of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +296,10 @@ class Receipt:
     there on), `evicted` (it was there, memory ran out), `checkpoint` (more is there, but recurrent state was not kept
     at that token), `stale` (an old version of its namespace), `scored` (log-probabilities of the prompt were asked for,
     which no KV has), `off`, or None when nothing was missing.
+
+    `drafted` output tokens were tried before they were chosen, and `accepted` of them came out right: each is a pass
+    that the request did not need. `foretold` tokens of its output stood where `Request.predicted` had them. Of the
+    cached tokens, `host_tokens` and `disk_tokens` had left the device and were brought back for this request.
     """
 
     cached_tokens: int = 0
@@ -295,6 +307,11 @@ class Receipt:
     shared_with: int = 0
     preemptions: int = 0
     miss: str | None = None
+    drafted: int = 0
+    accepted: int = 0
+    foretold: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +375,8 @@ class Event:
 class StepRecord:
     """What one step was, for reports. `batch` counts sequences, `prefill_tokens` prompt tokens among those fed.
 
-    `ms` is the whole step; `execute_ms` the part spent in the runner.
+    `ms` is the whole step; `execute_ms` the part spent in the runner. Of the `drafted` tokens tried in it the
+    `accepted` ones were right, and are among the `decode_tokens`.
     """
 
     step: int
@@ -367,6 +385,8 @@ class StepRecord:
     decode_tokens: int
     ms: float
     execute_ms: float
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,10 +411,34 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What an engine holds now, and totals since it was loaded. Token counts are of ended requests.
+class TierStats:
+    """What the tiers outside the device hold, and what went through them since the engine was loaded.
 
-    `peak_bytes` is the most memory the backend had in use at once, None where it does not count.
+    `restored_*_blocks` were brought back, for `given_up` requests not all that was there, since it took too long or was
+    gone. `dropped_blocks` were not kept: evicted before their turn, or refused by a disk that was full, slow or gone.
+    `disk_fault` is why the disk is left alone at the moment.
+    """
+
+    host_blocks: int = 0
+    host_bytes: int = 0
+    disk_blocks: int = 0
+    disk_queued_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    restored_host_blocks: int = 0
+    restored_disk_blocks: int = 0
+    dropped_blocks: int = 0
+    given_up: int = 0
+    disk_fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine holds now, and totals since it was loaded. Token counts are of ended requests, but for drafts.
+
+    Passes tried `drafted_tokens`, of which `accepted_tokens` came out right: so many fewer rows of passes were needed.
+    `peak_bytes` is the most memory the backend had in use at once, None where it does not count. `tiers` is None where
+    KV is kept on the device only.
     """
 
     waiting: int
@@ -412,6 +456,9 @@ class EngineStats:
     step_bytes: int
     checkpoint_bytes: int = 0
     peak_bytes: int | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    tiers: TierStats | None = None
 
     @property
     def hit_rate(self) -> float:

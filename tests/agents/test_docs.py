@@ -21,7 +21,8 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
 
 
-def test_the_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # the checkpoint of the page is written there
     monkeypatch.setattr("shoal.engine.loading.open_model", lambda *_, **__: opened())
     first, *others = blocks()
     assert len(others) >= 2

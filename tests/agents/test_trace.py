@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result
 
 from shoal.agents import Agent, Graph, Trace, default, read_trace, retry, skip
 from shoal.agents.trace.page import page
+from shoal.agents.trace.summary import Spread, summarise
 from shoal.agents.trace.timeline import timelines
 from shoal.cli.main import app
 from shoal.cli.trace import draw
@@ -337,3 +338,54 @@ def test_a_trace_that_cannot_be_written_any_more_ends_and_the_run_goes_on() -> N
         assert "cannot be written" in str(trace.error)
     assert result.records
     assert trace.records
+
+
+def attempt(agent: str, end_s: float, latency_ms: float, **facts: Any) -> dict[str, Any]:
+    plain = {"kind": "attempt", "agent": agent, "outcome": "ok", "time": end_s, "latency_ms": latency_ms}
+    return {**plain, "prompt_tokens": 100, "prefix_tokens": 0, "queue_ms": 10.0, "kv_mb": 2.0, **facts}
+
+
+def test_a_summary_is_arithmetic() -> None:
+    records = [
+        attempt("a", 11.0, 1000.0),
+        attempt("b", 12.0, 1500.0, prefix_tokens=80, kv_mb=1.0),  # half a second beside the first
+        attempt("b", 13.0, 500.0, prefix_tokens=20, outcome="invalid", queue_ms=None, process_mb=300.0),
+        {"kind": "graph", "wall_s": 3.0, "time": 13.0},
+    ]
+    told = summarise(records)
+    assert (told.calls.calls, told.calls.ok, told.calls.invalid) == (3, 2, 1)
+    assert told.calls.hit_rate == pytest.approx(1 / 3)
+    assert told.calls.latency_ms == Spread(1000.0, 1000.0, 1500.0)
+    assert told.calls.queue_ms == Spread(10.0, 10.0, 10.0)
+    assert (told.calls.kv_peak_mb, told.calls.process_mb) == (3.0, 300.0)
+    assert told.calls.per_minute == pytest.approx(60)
+    assert (told.agents["b"].calls, told.agents["b"].hit_rate) == (2, 0.5)
+    assert (told.graphs, told.graphs_per_minute, told.graph_s) == (1, 20.0, 3.0)
+    assert summarise([]).calls.calls == summarise([{"kind": "attempt", "latency_ms": "x"}]).graphs == 0
+
+
+def test_two_traces_are_put_side_by_side(shoal: Shoal) -> None:
+    for name, seed in (("one", "1"), ("two", "2")):
+        assert shoal("graph", "run", "g.yaml", "-i", "topic=bread", "--seed", seed, "--trace", name).exit_code == 0
+    alone = shoal("trace", "one", "--summary").stdout
+    assert re.search(r"^all +4 +4 +0 +\d+% ", alone, re.M)
+    assert re.search(r"^one: 1 graphs, ", alone)
+    both = shoal("trace", "one", "two").stdout
+    assert re.search(r"^all +one +4 ", both, re.M)
+    assert re.search(r"^ +two +4 ", both, re.M)
+    assert "change" in both
+    first, second = json.loads(shoal("trace", "one", "two", "--json").stdout)
+    assert first["agents"].keys() == second["agents"].keys() == {"a", "b", "c"}
+
+
+def test_two_models_on_one_chain(shoal: Shoal) -> None:
+    Path("inputs.jsonl").write_text('{"topic": "bread"}\n{"topic": "the sea"}\n')
+    arguments = ["compare", "one", "two", "--graph", "g.yaml", "--inputs", "inputs.jsonl"]
+    told = json.loads(shoal(*arguments, "--json").stdout)
+    assert told["models"]["one"]["trace"]["calls"]["calls"] == 8
+    assert {node["equal"] for node in told["nodes"].values()} == {1.0}, "the same toy model on both sides"
+    shown = shoal(*arguments).stdout
+    assert re.search(r"^schema failures +0 +0$", shown, re.M)
+    assert re.search(r"^c +100% of the words, 100% of 2 outputs equal$", shown, re.M)
+    refused = shoal("compare", "one", "two")
+    assert (refused.exit_code, "give one of them" in refused.stderr) == (2, True)

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.bench import harness
 from shoal.bench.ceiling import ModelFacts
-from shoal.bench.harness import Harness
+from shoal.bench.harness import Harness, Rounds
 from shoal.bench.machine import Check, ThermalGate
 from shoal.bench.systems import named
 from shoal.bench.systems.base import Measured, Setup
@@ -65,6 +65,11 @@ class Scripted(ThermalGate):
     def __init__(self, slow: set[int]) -> None:
         super().__init__(kernel=lambda: 1.0)
         self.count, self.slow = 0, slow
+        self.given_up = False
+
+    @property
+    def shut(self) -> bool:
+        return self.given_up
 
     def check(self) -> Check:
         self.count += 1
@@ -93,7 +98,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_systems_take_turns_and_the_order_turns_around(make: Any) -> None:
-    level = make("shoal", "llama", "llama@q8").level(LEVEL, 3)
+    level = make("shoal", "llama", "llama@q8").level(LEVEL, Rounds(3))
     assert FakeWorker.log == ["shoal", "llama", "llama", "llama", "llama", "shoal", "shoal", "llama", "llama"]
     assert [len(result["runs"]) for result in level["results"].values()] == [3, 3, 3]
     assert level["results"]["shoal"]["summary"]["wall_s"]["median"] == pytest.approx(0.4)
@@ -103,7 +108,7 @@ def test_systems_take_turns_and_the_order_turns_around(make: Any) -> None:
 
 def test_a_run_that_ends_hot_is_marked_and_not_quoted(make: Any) -> None:
     """A look before the first run, then one after each: the one after the second finds the machine slow."""
-    level = make("shoal", slow={2}).level(LEVEL, 3)
+    level = make("shoal", slow={2}).level(LEVEL, Rounds(3))
     result = level["results"]["shoal"]
     assert [run["throttled"] for run in result["runs"]] == [False, True, False]
     assert result["throttled"] == 1
@@ -111,32 +116,59 @@ def test_a_run_that_ends_hot_is_marked_and_not_quoted(make: Any) -> None:
     assert "throttled" not in result["summary"]
 
 
+def test_wanted_rounds_are_repeated_until_all_have_enough_fit_runs(make: Any) -> None:
+    """Two of the first rounds are hot for one of the two; budgets do not count."""
+    level = make("shoal", "llama", slow={1, 5}).level(replace(LEVEL, budget_s=0.1), Rounds(3, wanted=True))
+    told = level["results"]
+    assert [[run["throttled"] for run in told[key]["runs"]].count(False) for key in told] >= [3, 3]
+    assert all(len(told[key]["runs"]) == len(told["shoal"]["runs"]) >= 4 for key in told), "always whole rounds"
+    assert level["relative"] is False
+    assert told["llama"]["summary"]["wall_s"]["n"] >= 3
+
+
+def test_where_the_gate_gives_up_figures_are_ratios_of_what_ran_in_turns(make: Any) -> None:
+    made = make("shoal", "llama", slow=set(range(100)))
+    made.gate.given_up = True
+    level = made.level(LEVEL, Rounds(5, wanted=True))
+    assert [len(result["runs"]) for result in level["results"].values()] == [5, 5], "no round more: none would be fit"
+    assert level["relative"] is True
+    assert level["results"]["llama"]["throttled"] == 5
+    assert level["results"]["llama"]["summary"]["wall_s"]["n"] == 5
+    assert level["pairs"]["llama"]["wall_s"] == {
+        "ratio": pytest.approx(0.25), "low": pytest.approx(0.25), "high": pytest.approx(0.25), "pairs": 5,
+    }  # fmt: skip
+    never = make("shoal", slow=set(range(1000))).level(LEVEL, Rounds(2, wanted=True, limit_s=0.05))
+    assert never["relative"] is True, "the limit ends it"
+
+
 def test_a_system_that_fails_leaves_the_others_alone(make: Any) -> None:
     made = make("shoal", "genai")
-    level = made.level(LEVEL, 3)
+    level = made.level(LEVEL, Rounds(3))
     assert level["results"]["genai"]["error"] == "genai: out of luck"
     assert len(level["results"]["genai"]["runs"]) == 1
     assert len(level["results"]["shoal"]["runs"]) == 3
     assert FakeWorker.alive == {"shoal"}
-    assert "error" not in made.level(replace(LEVEL, level="3"), 1)["results"]["genai"], "a new process, a new chance"
+    assert "error" not in made.level(replace(LEVEL, level="3"), Rounds(1))["results"]["genai"], (
+        "a new process, a new chance"
+    )
 
 
 def test_a_slow_system_stops_after_two_runs(make: Any) -> None:
-    level = make("shoal", "llama").level(replace(LEVEL, budget_s=1.0), 5)
+    level = make("shoal", "llama").level(replace(LEVEL, budget_s=1.0), Rounds(5))
     assert len(level["results"]["llama"]["runs"]) == 2
     assert len(level["results"]["shoal"]["runs"]) == 3
 
 
 def test_variants_run_where_systems_know_them(make: Any) -> None:
-    level = make("shoal", "llama", "genai").level(replace(LEVEL, variants=("", "unshared", "copied")), 1)
+    level = make("shoal", "llama", "genai").level(replace(LEVEL, variants=("", "unshared", "copied")), Rounds(1))
     assert list(level["results"]) == ["shoal", "shoal:unshared", "llama", "llama:copied", "genai", "genai:unshared"]
-    alone = make("shoal", "llama", "shoal-http").level(replace(LEVEL, variants=("", "http"), peers=False), 1)
+    alone = make("shoal", "llama", "shoal-http").level(replace(LEVEL, variants=("", "http"), peers=False), Rounds(1))
     assert list(alone["results"]) == ["shoal", "shoal-http:http"]
 
 
 def test_the_static_batch_runs_in_the_process_of_the_engine(make: Any) -> None:
     made = make("shoal")
-    made.level(replace(LEVEL, variants=("", "static")), 2)
+    made.level(replace(LEVEL, variants=("", "static")), Rounds(2))
     assert FakeWorker.log == ["shoal", "shoal:static", "shoal:static", "shoal"]
     assert len(made._workers) == 1
     assert made.loaded["shoal"]["cold"]["warm_run_s"] == pytest.approx(0.4)
@@ -169,8 +201,8 @@ def test_a_busy_process_is_there_while_it_is_measured_and_gone_after(
     monkeypatch.setattr(harness, "Worker", Looking)
     before = children()
     made = make("shoal")
-    made.level(replace(LEVEL, beside="other group, nice 19"), 1)
-    made.level(LEVEL, 1)
+    made.level(replace(LEVEL, beside="other group, nice 19"), Rounds(1))
+    made.level(LEVEL, Rounds(1))
     beside = [nices for nices in seen if nices != before]
     assert beside == [[*before, 19]]
     assert children() == before

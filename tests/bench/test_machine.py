@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from shoal.bench import machine
-from shoal.bench.machine import Memory, ThermalGate, calibration_s, gemm_f32, read_bandwidth
+from shoal.bench.machine import Energy, Memory, ThermalGate, calibration_s, gemm_f32, read_bandwidth
+from shoal.power.sensors import Found, SimulatedSensor
 
 
 def gate(times: list[float], **settings: float) -> tuple[ThermalGate, list[float]]:
@@ -45,17 +42,16 @@ def test_waiting_is_bounded_each_time_and_in_all() -> None:
     assert made.waited_s == 6.0
 
 
-def test_energy_is_read_where_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_POWERCAP", tmp_path)
-    assert machine.energy_joules() is None
-    for number, microjoules in enumerate((1_500_000, 2_000_000)):
-        zone = tmp_path / f"intel-rapl:{number}"
-        zone.mkdir()
-        (zone / "energy_uj").write_text(f"{microjoules}\n", "utf-8")
-    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the first: not counted twice
-    assert machine.energy_joules() == pytest.approx(3.5)
-    (tmp_path / "intel-rapl:2").mkdir()  # its counter is not there
-    assert machine.energy_joules() is None
+def test_energy_is_counted_by_the_governors_sensors() -> None:
+    counter, blind = SimulatedSensor(joules=2.5, name="RAPL"), SimulatedSensor(joules=1.0, name="NVML")
+    found = [Found(each.name, each, each.read()) for each in (counter, blind)]
+    found += [Found("battery", SimulatedSensor(), SimulatedSensor().read()), Found("battery drain", why="no battery")]
+    energy = Energy(found)
+    assert energy.joules() == 3.5
+    blind.fails = True
+    assert energy.joules() == 2.5
+    assert energy.to_json() == {"counting": ["RAPL", "NVML"], "not_readable": {"battery drain": "no battery"}}
+    assert Energy([Found("RAPL", why="root only")]).joules() is None
 
 
 def test_what_is_measured_is_a_rate() -> None:

@@ -29,4 +29,4 @@ def test_a_second_identical_request_computes_one_token() -> None:
         pytest.skip(str(error))
     told = measure("second", BENCH)
     assert (told["first_computed_tokens"], told["computed_tokens"]) == (1001, 1)
-    assert set(PARTS) == {"scheduler", "sampling", "second", "distinct", "masks", "graph"}
+    assert set(PARTS) == {"scheduler", "sampling", "second", "distinct", "masks", "graph", "pace"}

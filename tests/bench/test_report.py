@@ -53,7 +53,7 @@ def test_a_report_says_what_the_result_says(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["bench", "report", str(path), "--out", str(tmp_path / "docs")])
     assert made.exit_code == 0, made.output
     page = (tmp_path / "docs" / "benchmarks.md").read_text("utf-8")
-    assert "| shoal | 1,000 (990 to 1,010) |" in page
+    assert "| shoal (3 runs) | 1,000 (990 to 1,010) |" in page
     assert "| llama.cpp, same file | 4.00 |" in page, "eight streams: 1,000 over 250"
     assert "| of the ceiling | 50 % |" in page
     assert "| shoal / llama.cpp, same file | - | 0.25 | - |" in page
@@ -61,7 +61,7 @@ def test_a_report_says_what_the_result_says(tmp_path: Path) -> None:
     assert "HTTP adds 25.0 ms to the time to first token." in page
     assert "Without `genai`: openvino-genai is not installed." in page
     table = tables.readme(Results.read(path))
-    assert "| llama.cpp, same file | 250 | 250 | 250 | 4.00 | 4.00 | 0.0027 |" in table
+    assert "| llama.cpp, same file (3 runs) | 250 | 250 | 250 | 4.00 | 4.00 | 0.0027 |" in table
     images = sorted(path.name for path in (tmp_path / "docs" / "img").iterdir())
     assert images == ["bench-burst.svg", "bench-fanout.svg", "bench-scaling.svg", "bench-scoreboard.svg"]
     first = [(tmp_path / "docs" / "img" / name).read_bytes() for name in images]

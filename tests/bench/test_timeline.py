@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shoal.bench.systems.base import drive
-from shoal.bench.timeline import RunTimes, TokenTimes, agreement, metrics, summary
+from shoal.bench.timeline import RunTimes, TokenTimes, agreement, metrics, paired, summary
 from shoal.bench.workloads import Job
 
 
@@ -80,3 +80,13 @@ def test_a_stepped_system_is_driven_through_arrivals() -> None:
     timeline = drive(system, [Job((1,), 3), Job((1,), 2, arrival_s=1.5)], clock=lambda: system.now)
     assert [t.times for t in timeline.traces] == [[1.0, 2.0, 3.0], [3.0, 4.0]]
     assert timeline.wall_s == 4.0
+
+
+def test_pairs_cancel_what_disturbed_both() -> None:
+    """The second system always takes twice as long; half of the rounds are three times slower for both."""
+    ours = [1.0, 3.0, 1.1, 3.3, 0.9, 2.7]
+    told = paired(ours, [2 * wall for wall in ours])
+    assert told == {"ratio": 0.5, "low": 0.5, "high": 0.5, "pairs": 6}
+    apart = paired([1.0, 1.0, 1.0, 1.0, 9.0], [2.0, 2.0, 2.0, 2.0, 2.0])
+    assert (apart["ratio"], apart["low"]) == (0.5, 0.5)
+    assert apart["high"] >= 0.5

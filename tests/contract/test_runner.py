@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from shoal.errors import RunnerError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 
@@ -276,6 +277,27 @@ def test_several_rows_are_those_of_the_tokens_one_by_one(bench: Bench) -> None:
             assert bench.same(row, bench.whole(prompt[:end]))
 
 
+def test_the_most_likely_tokens_after_several_are_those_of_their_logits(bench: Bench) -> None:
+    """As speculation asks: a token that was written and drafts behind it, in the middle of a block and over its end."""
+    most = min(bench.runner.spec.max_rows, 9)
+    if most == 1:
+        pytest.skip("this runner gives the logits after the last token")
+    prompts, counts = [bench.tokens(n) for n in (35, 61, 20)], [most, 5, 1]
+    tables, ids = [bench.table(len(p) + most) for p in prompts], [bench.new_id() for _ in prompts]
+    drafts = [bench.tokens(count) for count in counts]
+    bench.run(*(bench.item(p, 0, t, Want.NOTHING, i) for p, t, i in zip(prompts, tables, ids, strict=True)))
+    items = [
+        bench.item(d, len(p), t, Want.ARGMAX, i, len(d))._replace(rows=len(d))
+        for d, p, t, i in zip(drafts, prompts, tables, ids, strict=True)
+    ]
+    argmax = bench.runner.execute(StepPlan(next(bench._steps), tuple(items))).argmax
+    for seq_id, prompt, fed in zip(ids, prompts, drafts, strict=True):
+        assert len(argmax[seq_id]) == len(fed)
+        if bench.runner.spec.exact:
+            rows = [bench.whole([*prompt, *fed[: i + 1]], generated=i + 1) for i in range(len(fed))]
+            assert argmax[seq_id] == tuple(int(row.argmax()) for row in rows)
+
+
 def test_the_best_few_are_those_of_the_logits(bench: Bench) -> None:
     most = bench.runner.spec.max_top
     if most == 0:
@@ -349,3 +371,37 @@ def _schedule(bench: Bench, lengths: Sequence[int], draw: Callable[[int, int], i
 def test_random_schedules_give_each_what_it_gets_alone(bench: Bench, seed: int) -> None:
     rng = random.Random(seed)
     _schedule(bench, [rng.randint(1, 150) for _ in range(rng.randint(1, 8))], rng.randint)
+
+
+def test_a_block_that_was_read_and_put_back_elsewhere_gives_the_same_rows(bench: Bench) -> None:
+    access = bench.runner.access
+    if access is None:
+        pytest.skip("its blocks cannot be read")
+    size, spec = bench.size, bench.runner.spec
+    tokens = bench.tokens(2 * size + 5)
+    table = bench.table(len(tokens))
+    bench.run(bench.item(tokens[: 2 * size], 0, table, Want.NOTHING, save=0))
+    expected = bench.run(bench.item(tokens[2 * size :], 2 * size, table, load=0))[0]
+    kept = [access.read_block(block) for block in table[:2]]
+    assert all(data.dtype == np.uint8 and data.shape == (access.block_bytes,) for data in kept)
+    state = access.read_checkpoint(0) if spec.recurrent else None
+    access.discard_blocks(table[:2])
+    bench.run(bench.item(bench.tokens(2 * size), 0, table, Want.NOTHING, save=0))  # others take their place
+    elsewhere = bench.table(len(tokens))
+    for block, data in zip(elsewhere, kept, strict=False):
+        access.write_block(block, data)
+    if state is not None:
+        assert state.shape == (spec.checkpoint_bytes,)
+        access.write_checkpoint(1, 2 * size, state)
+    again = bench.run(bench.item(tokens[2 * size :], 2 * size, elsewhere, load=1))[0]
+    assert bench.same(expected, again)
+    assert [bytes(access.read_block(block)) for block in elsewhere[:2]] == [bytes(data) for data in kept]
+
+
+def test_blocks_out_of_range_are_not_read(bench: Bench) -> None:
+    access = bench.runner.access
+    if access is None:
+        pytest.skip("its blocks cannot be read")
+    for read in (access.read_block, access.read_checkpoint):
+        with pytest.raises((RunnerError, IndexError, KeyError)):
+            read(bench.runner.spec.num_blocks + 10**6)

@@ -1,7 +1,9 @@
 """Random schedules on a real model, each request held against what it gets alone: tokens, and logits bit for bit.
 
 Requests join and leave at random, are cancelled, forked and preempted, hit cached prefixes or lose them, and are
-computed in random chunks. `python -m tests.parity.equality --schedules 1000` is the large form.
+computed in random chunks or brought back from host memory; random numbers of tokens are drafted for them, right and
+wrong ones, while alone nothing is.
+`python -m tests.parity.equality --schedules 1000` is the large form.
 """
 
 from __future__ import annotations
@@ -12,21 +14,27 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.core.commands import PreemptAll
-from shoal.engine.inputs import InputProcessor
+from shoal.core.draft import Drafter
+from shoal.core.sequence import Sequence as ScheduledTokens
+from shoal.engine.inputs import Codec, InputProcessor
+from shoal.engine.kv.host import HostTier
+from shoal.engine.kv.tiering import Tiering
 from shoal.engine.loop import Output, RequestState, StepLoop
-from shoal.runners.base import Runner
+from shoal.runners.base import BlockAccess, Runner
+from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.sampler import INVALID_TOKEN
-from shoal.types import Event, Priority, Request, SamplingParams
+from shoal.types import Event, FinishReason, Priority, Request, Result, SamplingParams
 
 TRUNKS = (0, 20, 80, 160)  # lengths of the beginnings that requests share
 OUTPUT = 12
@@ -39,6 +47,7 @@ class Watched:
         self._runner = runner
         self.spec: ModelSpec = replace(runner.spec, max_top=0)
         self.peak_bytes: int | None = None
+        self.access: BlockAccess | None = runner.access
         self.tokens: dict[SeqId, list[int]] = {}
         self.rows: list[tuple[int, ...]] = []  # the tokens before each row seen
         self.known: dict[tuple[int, ...], str] = {}
@@ -56,18 +65,25 @@ class Watched:
         if output.logits is None:
             return output
         logits = output.logits.copy()
-        for item, row in zip(asked, logits, strict=True):
-            self._note(item.seq_id, row.tobytes())
-        full = [i for i, item in enumerate(asked) if item.want is Want.LOGITS]
-        argmax = {
-            item.seq_id: (int(logits[i].argmax()) if np.isfinite(logits[i].max()) else INVALID_TOKEN,)
-            for i, item in enumerate(asked)
-            if item.want is Want.ARGMAX
-        }
+        full: list[int] = []
+        argmax: dict[SeqId, tuple[int, ...]] = {}
+        at = 0
+        for item in asked:
+            rows = range(at, at + item.rows)
+            at += item.rows
+            for row in rows:
+                self._note(item.seq_id, at - 1 - row, logits[row].tobytes())
+            if item.want is Want.LOGITS:
+                full += rows
+            else:
+                best = (int(logits[i].argmax()) if np.isfinite(logits[i].max()) else INVALID_TOKEN for i in rows)
+                argmax[item.seq_id] = tuple(best)
         return StepOutput(argmax, logits[full] if full else None)
 
-    def _note(self, seq_id: SeqId, bits: bytes) -> None:
-        key = tuple(self.tokens[seq_id])
+    def _note(self, seq_id: SeqId, back: int, bits: bytes) -> None:
+        """The row after all of a sequence's tokens but the last `back`."""
+        tokens = self.tokens[seq_id]
+        key = tuple(tokens[: len(tokens) - back])
         digest = hashlib.blake2b(bits, digest_size=16).hexdigest()
         self.rows.append(key)
         if self.known.setdefault(key, digest) != digest:
@@ -96,30 +112,66 @@ class Outcome:
     seen: Counter[str] = field(default_factory=Counter)
 
 
-def make_requests(rng: random.Random, vocab: int, count: int) -> list[Request]:
+class AnyDrafter(Drafter):
+    """Drafts random numbers of tokens, whether that pays or not."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+
+    def choose(
+        self,
+        rows: Sequence[tuple[ScheduledTokens, int]],
+        most: int,
+        most_ms: float,
+        ms: Callable[[int], float],
+    ) -> list[int]:
+        counts = []
+        for seq, limit in rows:
+            draft = seq.draft
+            there = 0 if draft is None or draft.at < 0 else len(draft.source.tokens) - draft.at
+            count = self._rng.choice((0, 1, 2, 5, 15))
+            counts.append(max(min(count, limit, there, most), 0))
+            most -= counts[-1]
+        return counts
+
+
+def any_sampling(rng: random.Random, vocab: int, seed: int, *, grammar: bool) -> SamplingParams:
+    """Greedy or sampled, with whatever changes the choice of a token."""
+    fields: dict[str, Any] = {"temperature": rng.choice((0.0, 0.8)), "top_p": rng.choice((1.0, 0.9))}
+    if rng.random() < 0.5:
+        fields |= {
+            "top_k": rng.choice((0, 0, 7)),
+            "min_p": rng.choice((0.0, 0.05)),
+            "frequency_penalty": rng.choice((0.0, 0.0, 0.5)),
+            "repetition_penalty": rng.choice((1.0, 1.0, 1.1)),
+            "logit_bias": rng.choice(({}, {}, {rng.randrange(vocab): 3.0})),
+            "logprobs": rng.choice((None, None, 0, 3)),
+        }
+    if grammar and rng.random() < 0.3:
+        fields["regex"] = rng.choice(("[ab]{1,4}(, [ab]{1,4})*", "(yes|no, not at all|perhaps) or (never|not yet)[.]"))
+    else:
+        fields |= {"ignore_eos": rng.random() < 0.8, "stop_token_ids": (rng.randrange(vocab),)}
+    return SamplingParams(max_tokens=OUTPUT, seed=seed, **fields)
+
+
+def make_requests(rng: random.Random, vocab: int, count: int, *, grammar: bool = False) -> list[Request]:
     """Prompts that share trunks of several lengths, greedy and sampled."""
     trunks = [[rng.randrange(3, vocab) for _ in range(n)] for n in TRUNKS]
     requests = []
     for i in range(count):
         prompt = [*rng.choice(trunks), *(rng.randrange(3, vocab) for _ in range(rng.choice((1, 2, 9, 33, 70))))]
-        sampling = SamplingParams(
-            max_tokens=OUTPUT,
-            temperature=rng.choice((0.0, 0.8)),
-            top_p=rng.choice((1.0, 0.9)),
-            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
-            seed=i,
-            ignore_eos=True,
-        )
+        sampling = any_sampling(rng, vocab, i, grammar=grammar)
         requests.append(Request(prompt_tokens=prompt, sampling=sampling, priority=rng.choice(list(Priority))))
     return requests
 
 
-def solo(watched: Watched, requests: Sequence[Request]) -> list[tuple[int, ...]]:
-    """Each request alone, nothing shared; its rows become the reference."""
-    config = EngineConfig(max_batch=1, prefix_sharing=False, max_step_tokens=2048)
+def solo(watched: Watched, requests: Sequence[Request], codec: Codec | None = None) -> list[Result]:
+    """Each request alone, nothing shared, nothing drafted; its rows become the reference."""
+    config = EngineConfig(max_batch=1, prefix_sharing=False, speculation=False, max_step_tokens=2048)
     outputs = []
     for request in requests:
-        loop = StepLoop(watched, InputProcessor(watched.spec, None, 0), config)
+        loop = StepLoop(watched, InputProcessor(watched.spec, codec, 0), config)
         events: list[Event] = []
         watched.tokens.clear()
         loop.add("solo", loop.inputs.prepare(request), events.append)
@@ -128,21 +180,41 @@ def solo(watched: Watched, requests: Sequence[Request]) -> list[tuple[int, ...]]
         result = events[-1].result
         assert result is not None
         assert result.error is None
-        outputs.append(result.tokens)
+        outputs.append(result)
     return outputs
 
 
+def predict(rng: random.Random, request: Request, tokens: Sequence[int], vocab: int) -> Request:
+    """The request with a prediction of what it will write, with mistakes in it: so that drafts are right and wrong."""
+    wrong = rng.choice((0.0, 0.1, 0.4))
+    guess = [rng.randrange(vocab) if rng.random() < wrong else token for token in tokens]
+    return replace(request, predicted=guess if rng.random() < 0.8 else ())
+
+
 def one_schedule(
-    watched: Watched, rng: random.Random, requests: Sequence[Request], alone: Sequence[tuple[int, ...]], out: Outcome
+    watched: Watched,
+    rng: random.Random,
+    requests: Sequence[Request],
+    alone: Sequence[Result],
+    out: Outcome,
+    codec: Codec | None = None,
+    host: HostTier | None = None,
 ) -> None:
-    """Some of the requests in one random schedule; differences are counted in `out`."""
+    """Some of the requests in one random schedule; differences are counted in `out`.
+
+    Where the runner's blocks can be read, half of the schedules bring back from `host` what others left there.
+    """
     config = EngineConfig(
         max_batch=rng.randint(1, 12),
         max_step_tokens=rng.choice((16, 50, 128, 512)),
         prefix_sharing=rng.random() < 0.9,
         max_stall_ms=rng.choice((5, 50, 1000)),
     )
-    loop = StepLoop(watched, InputProcessor(watched.spec, None, 0), config)
+    loop = StepLoop(watched, InputProcessor(watched.spec, codec, 0), config)
+    if loop.scheduler._drafter is not None:
+        loop.scheduler._drafter = AnyDrafter(rng)
+    if watched.access is not None and host is not None and config.prefix_sharing and rng.random() < 0.5:
+        loop.tiering = Tiering(loop.scheduler, watched.access, host, None)
     watched.tokens.clear()
     coming = [rng.randrange(len(requests)) for _ in range(rng.randint(2, 14))]
     events: list[tuple[int, list[Event]]] = []
@@ -150,7 +222,8 @@ def one_schedule(
     def join(i: int, state: RequestState | None = None) -> None:
         events.append((i, []))
         written = loop.share(state) if state is not None else Output()
-        added = loop.add(f"r{len(events)}", loop.inputs.prepare(requests[i]), events[-1][1].append, before=written)
+        request = predict(rng, requests[i], alone[i].tokens, watched.spec.vocab_size)
+        added = loop.add(f"r{len(events)}", loop.inputs.prepare(request), events[-1][1].append, before=written)
         watched.know(added.seq.seq_id, added.seq.tokens)
 
     places: dict[str, int] = {}
@@ -178,22 +251,33 @@ def one_schedule(
         assert result.error is None, result.error
         out.requests += 1
         out.seen["hit"] += result.cached_tokens > 0
+        out.seen["brought back"] += result.receipt.host_tokens > 0
         out.seen["preemption"] += result.receipt.preemptions
-        out.outputs_differing += result.tokens != alone[i][: len(result.tokens)]
+        out.seen["drafted"] += result.receipt.drafted
+        out.seen["accepted"] += result.receipt.accepted
+        reached = result.finish_reason is not FinishReason.ABORTED
+        same = result.text == alone[i].text if reached else alone[i].text.startswith(result.text)
+        same &= not reached or result.finish_reason is alone[i].finish_reason
+        for got, wanted in ((result.tokens, alone[i].tokens), (result.logprobs, alone[i].logprobs)):
+            same &= got == (wanted if reached else wanted[: len(got)])
+        out.outputs_differing += not same
     out.schedules += 1
 
 
-def run(runner: Runner, *, schedules: int, requests: int, seed: int = 0, say: bool = False) -> Outcome:
-    """Many random schedules over one set of requests."""
+def run(
+    runner: Runner, *, schedules: int, requests: int, seed: int = 0, say: bool = False, codec: Codec | None = None
+) -> Outcome:
+    """Many random schedules over one set of requests; some are constrained where there is a tokenizer."""
     rng = random.Random(seed)
     watched = Watched(runner)
-    wanted = make_requests(rng, runner.spec.vocab_size, requests)
-    alone = solo(watched, wanted)
+    wanted = make_requests(rng, runner.spec.vocab_size, requests, grammar=codec is not None)
+    alone = solo(watched, wanted, codec)
     references = len(watched.rows)
     out = Outcome()
+    host = HostTier(runner.spec.num_blocks * runner.spec.block_bytes)  # outlives the loops
     begin = time.monotonic()
     for _ in range(schedules):
-        one_schedule(watched, rng, wanted, alone, out)
+        one_schedule(watched, rng, wanted, alone, out, codec, host)
         if say and out.schedules % 50 == 0:
             print(f"{out.schedules} schedules, {time.monotonic() - begin:.0f} s", flush=True)
     out.rows = len(watched.rows) - references
@@ -203,7 +287,7 @@ def run(runner: Runner, *, schedules: int, requests: int, seed: int = 0, say: bo
 
 def main() -> None:
     from tests.support.native_tiny import tiny_native
-    from tests.support.runners import real_runner
+    from tests.support.runners import real_codec, real_runner
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=1000)
@@ -217,11 +301,16 @@ def main() -> None:
     )
     options = parser.parse_args()
     runner: Runner
+    codec: Codec | None = None
     if options.tiny:
         runner = tiny_native(options.tiny, Path(tempfile.mkdtemp()), kv=options.kv_precision)
+    elif options.runner == "fake":
+        runner, codec = FakeRunner(num_blocks=160), ByteTokenizer()
     else:
         runner = real_runner(options.runner, kv_memory=options.kv_memory, kv_precision=options.kv_precision)
-    outcome = run(runner, schedules=options.schedules, requests=options.requests, seed=options.seed, say=True)
+        codec = real_codec()
+    fields = {"schedules": options.schedules, "requests": options.requests, "seed": options.seed}
+    outcome = run(runner, **fields, say=True, codec=codec)
     runner.close()
     print(outcome)
     print(f"{outcome.rows_differing} of {outcome.rows} rows and {outcome.outputs_differing} outputs differ")

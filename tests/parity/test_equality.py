@@ -18,7 +18,7 @@ from tests.support.runners import openvino_runner
 def test_random_schedules_on_the_toy_model(splits: bool) -> None:
     outcome = run(FakeRunner(num_blocks=160, vocab_size=5000, splits_decode=splits), schedules=60, requests=12)
     assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
-    for what in ("hit", "preemption", "cancel", "fork"):
+    for what in ("hit", "preemption", "cancel", "fork", "brought back"):
         assert outcome.seen[what] > 20, f"hardly any {what}"
 
 
@@ -26,8 +26,8 @@ def test_random_schedules_with_recurrent_state_and_steps_that_cost_anything(monk
     """Budgets jump with what steps cost, so that a follower may come when its leader's chunk is planned already."""
     rng, observe = random.Random(0), Pacer.observe
 
-    def any_cost(self: Pacer, decodes: int, prompt_tokens: int, _: float) -> None:
-        observe(self, decodes, prompt_tokens, rng.choice([0.5, 5.0, 40.0, 300.0]))
+    def any_cost(self: Pacer, decodes: int, prompt_tokens: int, _: float, drafted: int = 0) -> None:
+        observe(self, decodes, prompt_tokens, rng.choice([0.5, 5.0, 40.0, 300.0]), drafted)
 
     monkeypatch.setattr(Pacer, "observe", any_cost)
     runner = FakeRunner(num_blocks=160, vocab_size=288, checkpoints=16, context_length=512, max_chain=16)

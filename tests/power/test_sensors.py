@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import SensorError
 from shoal.power import Governor, Level, PowerPolicy, Unit, find_sensors, survey
-from shoal.power.linux import PlatformProfile, PowerProfiles, Rapl, ThermalZones, ThrottleCounters
+from shoal.power.linux import BatteryDrain, PlatformProfile, PowerProfiles, Rapl, ThermalZones, ThrottleCounters
 from shoal.power.macos import LowPowerMode, ThermalPressure, low_power, pressure
 from shoal.power.nvml import Nvml
 from shoal.power.sensors import Battery
@@ -305,3 +305,21 @@ def test_the_limits_of_the_battery_are_the_policys(monkeypatch: pytest.MonkeyPat
     governor = Governor(policy=PowerPolicy(battery=(90, 50, 10)))
     assert governor.level is Level.SERIOUS
     assert governor.summary == "power serious: 40% speed, background agents wait (battery 45 % (on battery))"
+
+
+def test_batteries_count_what_leaves_them(tmp_path: Path) -> None:
+    with pytest.raises(SensorError, match="no battery tells"):
+        BatteryDrain(tmp_path)
+    write(tmp_path, "class/power_supply/AC/type", "Mains")
+    write(tmp_path, "class/power_supply/BAT0/type", "Battery")
+    write(tmp_path, "class/power_supply/BAT0/energy_now", 10_000_000)  # microwatt-hours: 36 kJ
+    write(tmp_path, "class/power_supply/BAT1/type", "Battery")
+    write(tmp_path, "class/power_supply/BAT1/charge_now", 1_000_000)  # an ampere-hour
+    write(tmp_path, "class/power_supply/BAT1/voltage_min_design", 10_000_000)
+    sensor = BatteryDrain(tmp_path)
+    write(tmp_path, "class/power_supply/BAT0/energy_now", 9_900_000)
+    assert sensor.read().joules == pytest.approx(360)
+    write(tmp_path, "class/power_supply/BAT1/charge_now", 999_000)
+    assert sensor.read().joules == pytest.approx(396)
+    write(tmp_path, "class/power_supply/BAT0/energy_now", 10_000_000)  # it is being charged
+    assert sensor.read().joules == pytest.approx(396)

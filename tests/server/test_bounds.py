@@ -59,6 +59,9 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "strings of backslashes": (CHAT, b'{"messages": "' + b"\\\\" * (SIZE // 2) + b'"}'),
     "brackets in a string": (CHAT, b'{"messages": "' + b"[{" * (SIZE // 2) + b'"}'),
     "closing brackets": (CHAT, b"]" * SIZE),
+    "strings with escapes": (CHAT, repeated('{"messages": [', '"\\u00e9"', "]}", 3 * 2**20)),
+    "numbers of many digits": (TEXT, repeated('{"prompt": [', "9" * 400, "]}")),
+    "white space": (TEXT, b'{"prompt":' + b" " * (8 * 2**20 - 20) + b"1}"),
     "a label": (CHAT, (MESSAGES + f'"user": "{LONG}"}}').encode()),
 }
 

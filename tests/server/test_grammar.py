@@ -14,9 +14,9 @@ import pytest
 
 from shoal.engine.engine import Engine
 from shoal.errors import InvalidRequestError
-from shoal.runners.fake import FakeRunner
+from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import Want
-from shoal.sampling.grammar import Constraint, _mask_of
+from shoal.sampling.grammar import MAX_TEXT, Constraint, GrammarCompiler, _mask_of
 from shoal.types import FinishReason, Request, SamplingParams
 from tests.server.schemas import random_schema
 from tests.support.live import Live, toy
@@ -282,3 +282,15 @@ def test_what_is_too_large_for_the_compiler_is_the_callers_fault_and_the_part_is
     assert isinstance(result.error, InvalidRequestError)
     assert result.error.param == kind
     assert part in str(result.error)
+
+
+def test_compiled_grammars_are_kept_up_to_a_size_as_well_as_a_count() -> None:
+    compiler = GrammarCompiler(ByteTokenizer(), 259)
+    large = [" | ".join(f'"{number}{word * 100}"' for number in range(300)) for word in "abcdefghijklmn"]
+    for text in large:
+        compiler.compile(SamplingParams(grammar=f"start: {text}"))
+    kept = [len(key) for key in compiler._compiled]
+    assert sum(kept) <= 2 * MAX_TEXT
+    assert 1 < len(kept) < len(large)
+    again = SamplingParams(grammar=f"start: {large[-1]}")
+    assert compiler.compile(again) is compiler.compile(again)

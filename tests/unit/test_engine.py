@@ -630,7 +630,7 @@ def test_a_warm_up_runs_every_shape_and_leaves_nothing(monkeypatch: pytest.Monke
     plans: list[StepPlan] = []
     monkeypatch.setattr(
         "shoal.engine.loading.open_model",
-        lambda *_: OpenedModel(ByteTokenizer(), lambda: FakeRunner(fault=plans.append)),
+        lambda *_, **__: OpenedModel(ByteTokenizer(), lambda: FakeRunner(fault=plans.append)),
     )
     with Engine.load("toy", max_batch=6, max_step_tokens=64, warmup=True) as engine:
         assert engine.warmup_s is not None

@@ -32,6 +32,7 @@ MAY_SEE = {
     "diagnostics": BASE | {"core", "sampling", "models", "runners", "engine"},
     "agents": BASE | {"sampling", "runners.plan", "engine"},
     "server": BASE | {"core", "sampling", "models", "runners", "power", "engine", "agents"},
+    "cluster": BASE | {"core", "sampling", "models", "runners", "power", "engine", "agents", "server"},
     "bench": BASE | {"core", "sampling", "models", "runners", "power", "engine", "agents"},
 }
 """What each folder of the package may import: only what lies below it, so that no circle crosses a folder."""
@@ -81,8 +82,15 @@ def test_no_class_name_stands_twice() -> None:
                 seen[node.name] = module
 
 
-def test_importing_the_package_imports_no_backend() -> None:
-    code = "import sys, shoal; print(*sorted({m.split('.')[0] for m in sys.modules}))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+def loaded_by(code: str) -> set[str]:
+    """The packages that a fresh interpreter has loaded after some code."""
+    told = f"import sys; {code}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    return set(subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_importing_the_package_imports_nothing_and_an_engine_no_backend() -> None:
+    assert not {"numpy", "asyncio", "msgspec", "dataclasses"} & loaded_by("import shoal")
     heavy = {"openvino", "mlx", "torch", "transformers", "tokenizers", "huggingface_hub", "fastapi", "rich", "jinja2"}
-    assert not heavy & set(loaded)
+    everything = loaded_by("import shoal; [getattr(shoal, name) for name in shoal.__all__ if name != 'RemoteEngine']")
+    assert "numpy" in everything
+    assert not heavy & everything

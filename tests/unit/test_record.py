@@ -16,8 +16,13 @@ from shoal.core.commands import (
     Defer,
     Expect,
     Fail,
+    Forget,
+    Hold,
     JudgedTokens,
+    KeepCached,
     PreemptAll,
+    PreemptLow,
+    Restore,
     Schedule,
     SetMaxRunning,
     SetMaxStall,
@@ -25,6 +30,7 @@ from shoal.core.commands import (
     Unpin,
 )
 from shoal.core.request import RequestSpec
+from shoal.core.tiers import Tier
 from shoal.engine.record import replay
 from shoal.errors import InvalidRequestError, ModelFormatError, RunnerError, StoreError
 from shoal.runners.fake import FakeRunner
@@ -80,7 +86,12 @@ def test_every_command_comes_back_from_its_line(tmp_path: Path) -> None:
         Unpin(1),
         Expect((1, 2), space, 4),
         CancelExpectation((1, 2), space, 4),
+        Hold(1, held=True),
+        Restore(1, 2, 3, Tier.DISK, state=True),
+        Forget((4, 5)),
         PreemptAll(drop_cached=True),
+        PreemptLow(),
+        KeepCached(False),
         Defer(True),
         SetMaxRunning(3),
         SetMaxStall(20.0),

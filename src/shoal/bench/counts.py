@@ -61,7 +61,8 @@ def _count(workload: Workload, jobs: Sequence[Job], *, sharing: bool) -> dict[st
     clock = _Clock()
     blocks = workload.batch * (workload.length // 32 + 2)
     runner = _Counting(clock, blocks)
-    config = EngineConfig(max_batch=workload.batch, prefix_sharing=sharing)
+    # What is drafted depends on what steps take, and so on the machine.
+    config = EngineConfig(max_batch=workload.batch, prefix_sharing=sharing, speculation=False)
     loop = StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), config, clock=clock)
     coming = sorted(enumerate(jobs), key=lambda pair: pair[1].arrival_s)
     held = 0

@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
-_POWERCAP = Path("/sys/class/powercap")
+from shoal.errors import SensorError
+from shoal.power.sensors import COUNTING, Found, survey
+
 _INT8 = ("avx512_vnni", "avx_vnni", "i8mm", "amx_int8")
 
 
@@ -102,7 +104,8 @@ class Check:
 class ThermalGate:
     """Lets a measurement begin only when the calibration kernel is within `margin` of its baseline.
 
-    Waits up to `wait_s` for that each time and `total_s` in all; then it lets through and says that it was not fit.
+    Waits up to `wait_s` for that each time and `total_s` in a level; then it lets through and says that it was not fit.
+    It is `shut` once it has waited that long in a level: something else uses this machine.
     """
 
     def __init__(
@@ -119,21 +122,40 @@ class ThermalGate:
         self.waits = 0
         self._wait_s = wait_s
         self._total_s = total_s
+        self._left_s = total_s
         self._kernel = kernel
         self._sleep = sleep
         self.baseline_s = min(kernel() for _ in range(5))
+
+    @property
+    def shut(self) -> bool:
+        """True when it has waited in vain for as long as it may in this level."""
+        return self._left_s <= 0
+
+    def new_level(self) -> None:
+        """Another level begins: it may wait again."""
+        self._left_s = self._total_s
 
     def check(self) -> Check:
         """Look, and wait while it is not fit and there is time to wait."""
         before = slowdown = self._kernel() / self.baseline_s
         waited = 0.0
-        while slowdown > 1 + self.margin and waited < self._wait_s and self.waited_s + waited < self._total_s:
+        while slowdown > 1 + self.margin and waited < self._wait_s and waited < self._left_s:
             self._sleep(1.0)
             waited += 1.0
             slowdown = self._kernel() / self.baseline_s
         self.waited_s += waited
+        self._left_s -= waited
         self.waits += waited > 0
         return Check(before, slowdown, waited, slowdown <= 1 + self.margin)
+
+    def recovery_s(self, limit_s: float) -> float | None:
+        """Seconds until the kernel is within the margin again, looked at each second; None where that takes longer."""
+        for waited in range(int(limit_s) + 1):
+            if self._kernel() / self.baseline_s <= 1 + self.margin:
+                return float(waited)
+            self._sleep(1.0)
+        return None
 
     def to_json(self) -> Mapping[str, float]:
         """For the record."""
@@ -141,15 +163,26 @@ class ThermalGate:
         return {**told, "waits": self.waits, "waited_s": self.waited_s}
 
 
-def energy_joules() -> float | None:
-    """The machine's energy counter (RAPL packages) in joules, or None where it cannot be read."""
-    total = None
-    for zone in sorted(_POWERCAP.glob("intel-rapl:[0-9]")) if _POWERCAP.is_dir() else ():
-        try:
-            total = (total or 0.0) + int((zone / "energy_uj").read_text()) / 1e6
-        except OSError:  # root only, since it tells secrets
-            return None
-    return total
+class Energy:
+    """Joules that this machine's sensors have counted since this was made: the ones that the governor reads too."""
+
+    def __init__(self, found: Sequence[Found] | None = None) -> None:
+        kinds = survey() if found is None else found
+        self._sensors = [f.sensor for f in kinds if f.reading is not None and f.reading.joules is not None and f.sensor]
+        self.counting = [sensor.name for sensor in self._sensors]
+        self.why = {each.name: each.why for each in kinds if each.sensor is None and each.name in COUNTING}
+
+    def joules(self) -> float | None:
+        """The sum of all counters; None where none can be read."""
+        told = []
+        for sensor in self._sensors:
+            with contextlib.suppress(SensorError):
+                told.append(sensor.read().joules or 0.0)
+        return sum(told) if told else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Which sensors count, and why the others that could are not readable here."""
+        return {"counting": self.counting, "not_readable": self.why}
 
 
 class Memory:

@@ -130,10 +130,29 @@ def fanout(results: Results, target: Path) -> bool:
     return True
 
 
+def sustained(results: Results, target: Path) -> bool:
+    """Tokens a second over time under a load that lasts, by system and by how many run together."""
+    if not drawable(results, "sustained"):
+        return False
+    with _drawing(results, target, 7.5, 3.2) as axes:
+        for number, level in enumerate(results.levels("sustained")):
+            colours = _colours(list(level["results"]))
+            for key, result in level["results"].items():
+                label = f"{results.label(key)}, {level['level']} at a time"
+                rates = result.get("rates", [])
+                axes.plot(range(len(rates)), rates, "-" if not number else ":", lw=1.2, color=colours[key], label=label)
+        axes.set_xlabel("seconds of load")
+        axes.set_ylabel("tokens/s")
+        axes.set_ylim(bottom=0)
+        axes.figure.legend(loc="outside lower center", ncols=2)
+    return True
+
+
 PLOTS: dict[str, Callable[[Results, Path], bool]] = {
     "scoreboard": scoreboard,
     "scaling": scaling,
     "burst": burst,
     "fanout": fanout,
+    "sustained": sustained,
 }
 """By name; each writes its SVG and is False when the result has nothing to draw for it."""

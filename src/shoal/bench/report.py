@@ -22,6 +22,7 @@ def markdown(results: Results, path: str) -> str:
         "# Benchmarks",
         _introduction(results, path),
         *_section(results, "scaling", "Streams", tables.scaling(results), ("scoreboard", "scaling")),
+        *_precisions(results),
         *_section(results, "burst", "Burst", tables.burst(results), ("burst",)),
         *_section(results, "fanout", "Fan-out", tables.fanout(results), ("fanout",)),
         *_section(results, "staggered", "Staggered arrivals", tables.plain(results, "staggered")),
@@ -30,6 +31,7 @@ def markdown(results: Results, path: str) -> str:
         *_section(results, "overhead", "Overhead", tables.overhead(results)),
         *_section(results, "company", "Beside a busy process", tables.company(results)),
         *_section(results, "serve", "Over HTTP", tables.serve(results)),
+        *_section(results, "sustained", "A load that lasts", tables.sustained(results), ("sustained",)),
         "## Cold and warm",
         tables.cold(results),
         "## The same outputs",
@@ -68,6 +70,14 @@ def _section(results: Results, scenario: str, title: str, body: str, plots: Sequ
     return [f"## {title}", _ABOUT[scenario], body, *drawn]
 
 
+def _precisions(results: Results) -> list[str]:
+    body = tables.precisions(results)
+    said = (
+        "The same engine on several files of one model: fewer bytes a token, and one reading for more rows, multiply."
+    )
+    return ["## Precision and batch", said, body] if body else []
+
+
 def _introduction(results: Results, path: str) -> str:
     told, model = results.document, results.document["model"]
     parts = [
@@ -82,8 +92,17 @@ def _introduction(results: Results, path: str) -> str:
             2, "**This is a quick run: an eighth of the tokens, to try the path out. Its figures say nothing.**"
         )
     throttled = sum(result["throttled"] for level in told["levels"] for result in level["results"].values())
+    relative = [f"{level['scenario']} {level['level']}" for level in told["levels"] if level.get("relative")]
     if throttled:
-        parts.append(f"{throttled} runs were throttled (the machine was slower than at the start); none is quoted.")
+        parts.append(
+            f"{throttled} runs were throttled (the machine was slower than at the start); they are not quoted"
+            + (f", but in {', '.join(relative)}." if relative else ".")
+        )
+    if relative:
+        parts.append(
+            "There the machine was never fit for long enough: others used it. Systems ran in turns, so that ratios "
+            "hold; rows with ~ are absolute numbers of that hour."
+        )
     return "\n\n".join(parts)
 
 
@@ -125,7 +144,9 @@ def _method(results: Results) -> str:
     lines = [_METHOD.format(slowest=1 + gate["margin"], **gate)]
     runs = [run for level in levels for result in level["results"].values() for run in result["runs"]]
     if not any("joules" in run for run in runs):
-        lines.append("- Energy: this machine's counters cannot be read.")
+        why = results.document["machine"].get("energy", {}).get("not_readable", {})
+        told = "; ".join(f"{name}: {cause}" for name, cause in why.items())
+        lines.append(f"- Energy is not readable here{f' ({told})' if told else ''}.")
     lines += [f"- Without `{key}`: {why}." for key, why in results.document["missing"].items()]
     return "\n".join(lines)
 
@@ -152,5 +173,8 @@ independent requests without sharing, and one after another. They write 48 token
     "overhead": "The whole engine against a static batch of eight by hand over the same runner, in the same process.",
     "company": """One stream and eight beside one busy process: of this scheduling group (session) or another, with nice
 0 or 19. On all threads and on one.""",
+    "sustained": """Bursts of 200 prompt tokens and 128 out, one after another without a pause, eight together or one at
+a time. Throttled is what stays for five seconds below nine tenths of the rate of the first five; after the load the
+calibration kernel tells when the machine is as quick as before.""",
     "serve": "The same requests in process and through `shoal serve`, whose client runs on the same cores.",
 }

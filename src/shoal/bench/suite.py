@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 
 from shoal.bench.ceiling import ModelFacts
-from shoal.bench.harness import Harness, Tell, why_missing
-from shoal.bench.machine import ThermalGate, measured
+from shoal.bench.harness import Harness, Rounds, Tell, why_missing
+from shoal.bench.machine import Energy, ThermalGate, measured
 from shoal.bench.results import SCHEMA
 from shoal.bench.shapes import write_shape
-from shoal.bench.systems import DEFAULT_PEERS, Named, named
+from shoal.bench.systems import DEFAULT_PEERS, FILES, Named, named
 from shoal.bench.systems.base import Measured
-from shoal.bench.workloads import TEXT, select
-from shoal.errors import BenchmarkError, RunnerError
+from shoal.bench.workloads import TEXT, Sizes, select
+from shoal.errors import BenchmarkError, ShoalError
 from shoal.models import ModelFiles, Store, load_tokenizer, oracle
 from shoal.models.families import describe
 from shoal.models.gguf import read_gguf
+from shoal.models.quantize import TYPES, quantize_gguf
 
 _FIDELITY_TOKENS = 512
 
@@ -38,7 +39,8 @@ class Options:
     """
 
     scenario: str = "all"
-    runs: int = 5
+    rounds: Rounds = field(default_factory=Rounds)
+    sizes: Sizes = field(default_factory=Sizes)
     peers: tuple[str, ...] | None = None
     model: str = "smollm2-135m"
     shape: str = ""
@@ -58,7 +60,7 @@ def run_suite(
     document after each level, with what there is by then. Raises `BenchmarkError` for names that are not known, any
     `ModelError`. A system that fails is in the document, with why.
     """
-    workloads = select(options.scenario, quick=options.quick)
+    workloads = select(options.scenario, options.sizes, quick=options.quick)
     store = Store()
     files = _files(options, store, tell)
     if files.kind != "gguf":
@@ -69,6 +71,7 @@ def run_suite(
         tell(f"without {key}: {why}")
     tell("measuring the machine")
     machine = {**facts, **measured(threads, list(facts["features"])), "threads": threads, "load": os.getloadavg()[0]}
+    machine["energy"] = Energy().to_json()
     text = load_tokenizer(files).encode(TEXT.read_text("utf-8"), add_special=False)
     gate = ThermalGate(margin=options.margin, wait_s=1.0 if options.quick else 20.0)
     model = ModelFacts.of(files.path)
@@ -87,6 +90,7 @@ def run_suite(
             "machine": machine,
             "model": {"name": files.name, "random_weights": bool(options.shape), **_describe_file(files.path)},
             "gate": gate.to_json(),
+            "rounds": asdict(options.rounds),
             "systems": {s.key: _system(s, sources[s], harness, fidelity) for s in sources},
             "missing": missing,
             "levels": levels,
@@ -96,7 +100,7 @@ def run_suite(
         if not options.shape:  # of random weights it says nothing
             fidelity |= _fidelity(harness, files, text[: 64 if options.quick else _FIDELITY_TOKENS], tell)
         for i, workload in enumerate(workloads):
-            levels.append(harness.level(workload, options.runs))
+            levels.append(harness.level(workload, options.rounds))
             save(document())
             if i + 1 == len(workloads) or workloads[i + 1].scenario != workload.scenario:
                 harness.close(variants_only=True)
@@ -109,11 +113,13 @@ def _files(options: Options, store: Store, tell: Tell) -> ModelFiles:
     """The model under measurement. A shape's file is written once and kept; `ConfigError` for an unknown one."""
     if not options.shape:
         return store.resolve(options.model)
-    path = store.cache_dir("shapes") / f"{options.shape}-{options.format}.gguf"
-    if not path.exists():
-        tell(f"writing {path.name}, random weights")
-        write_shape(path, options.shape, options.format)
-    return store.resolve(str(path))
+    tell(f"{options.shape} in {options.format}, random weights")
+    return store.resolve(str(_shape(options.shape, options.format, store)))
+
+
+def _shape(shape: str, kind: str, store: Store) -> Path:
+    path = store.cache_dir("shapes") / f"{shape}-{kind}.gguf"
+    return path if path.exists() else write_shape(path, shape, kind)
 
 
 def _sources(
@@ -128,15 +134,14 @@ def _sources(
         system = named(text)
         source = replace(ours, options={}, url=system.url)
         reason = why_missing(system)
-        if reason is None and system.flavour == "q8":
-            reason = why_missing(named("llama"))  # whose tool makes the file
-            if reason is None:
-                try:
-                    source = replace(source, path=_eight_bits(files, store))
-                except RunnerError as error:
-                    reason = error.message
-        if system.kind == "shoal":
-            source = replace(source, options={"runner": system.flavour})
+        if reason is None and system.other_file:
+            try:
+                path = other_file(options, files, store, system.flavour)
+                source = replace(source, path=path, model=str(path), options=ours.options)
+            except ShoalError as error:
+                reason = error.message
+        elif system.kind == "shoal":
+            source = replace(source, options={"runner": system.flavour or options.runner})
         if reason is None:
             sources[system] = source
         else:
@@ -148,10 +153,25 @@ def _sources(
     return sources, missing
 
 
-def _eight_bits(files: ModelFiles, store: Store) -> Path:
-    from shoal.bench.systems.llama import requantised
+def other_file(options: Options, files: ModelFiles, store: Store, flavour: str) -> Path:
+    """The same model in another format, made once: of a shape random weights, else requantised.
 
-    return requantised(files.path, store.cache_dir("peers") / f"{files.key}.Q8_0.gguf")
+    llama.cpp's own tool makes them all; without it `shoal quantize` makes those it can. `BenchmarkError` for the rest.
+    """
+    kind = FILES[flavour]
+    if options.shape:
+        return _shape(options.shape, kind.lower(), store)
+    target = store.cache_dir("peers") / f"{files.key}.{kind}.gguf"
+    if target.exists():
+        return target
+    if why_missing(named("llama")) is None:
+        from shoal.bench.systems.llama import requantised
+
+        return requantised(files.path, target, flavour)
+    if kind.lower() not in TYPES:
+        raise BenchmarkError(f"{kind} is made by llama.cpp's tool, and llama-cpp-python is not installed", value=kind)
+    quantize_gguf(files.path, target, kind.lower())
+    return target
 
 
 def _fidelity(harness: Harness, files: ModelFiles, tokens: Sequence[int], tell: Tell) -> dict[str, dict[str, Any]]:
@@ -177,4 +197,11 @@ def _system(
     system: Named, source: Measured, harness: Harness, fidelity: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     loaded = harness.loaded.get(system.key, {})
-    return {"label": system.label, "file": source.path.name, "fidelity": fidelity.get(system.key, {}), **loaded}
+    size = source.path.stat().st_size if source.path.is_file() else None
+    return {
+        "label": system.label,
+        "file": source.path.name,
+        "file_bytes": size,
+        "fidelity": fidelity.get(system.key, {}),
+        **loaded,
+    }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.bench.results import Figure, Results, figure, ratio
+from shoal.engine.batch import SWEET_SHARE, smallest_batch
 
 Level = Mapping[str, Any]
 _STREAMS = ("1", "2", "4", "8", "16", "32")
@@ -24,6 +25,33 @@ def quoted(found: Figure | None, scale: float = 1.0) -> str:
         return "-"
     low, median, high = (number(scale * value) for value in (found.low, found.median, found.high))
     return median if found.n == 1 else f"{median} ({low} to {high})"
+
+
+_ENOUGH = 5  # runs; rows with fewer say so
+
+
+def marked(results: Results, key: str, levels: Sequence[Level | None]) -> str:
+    """A contender's label, with how few runs it has in one of these levels, and whether figures are only relative."""
+    ran = [level for level in levels if level is not None and key in level["results"]]
+    found = [value["n"] for level in ran for value in level["results"][key]["summary"].values()]
+    label = results.label(key)
+    if found and min(found) < _ENOUGH:
+        label += f" ({min(found):.0f} run{'s' if min(found) > 1 else ''})"
+    return f"{label} ~" if any(level.get("relative") for level in ran) else label
+
+
+def pairs(results: Results, level: Level, metric: str = "wall_s") -> str:
+    """This engine against each peer in one level: the ratio of medians, its interval, and of how many pairs."""
+    rows = []
+    for key, told in level.get("pairs", {}).items():
+        if metric in told and not key.startswith("shoal:"):
+            found = told[metric]
+            interval = f"{found['low']:.2f} to {found['high']:.2f}"
+            rows.append([results.label(key), f"{found['ratio']:.2f}", interval, f"{found['pairs']:.0f}"])
+    if not rows:
+        return ""
+    title = "the time that shoal takes, over that of" if metric == "wall_s" else f"shoal's {metric}, over that of"
+    return table([title, "ratio of medians", "95 % interval", "pairs"], rows)
 
 
 def short(found: Figure | None, scale: float = 1.0) -> str:
@@ -51,6 +79,8 @@ def drawable(results: Results, plot: str) -> bool:
     """Whether there is anything to draw for a plot."""
     scenario = {"scoreboard": "scaling"}.get(plot, plot)
     levels = results.levels(scenario)
+    if plot == "sustained":
+        return any(result.get("rates") for level in levels for result in level["results"].values())
     if plot == "burst":
         return any(result["spans"] and result["summary"] for level in levels for result in level["results"].values())
     return any(figure(level, "shoal", "wall_s") is not None for level in levels)
@@ -75,7 +105,12 @@ def scaling(results: Results) -> str:
     for key in _contenders(list(levels.values())):
         rates = [quoted(figure(levels[name], key, "decode_tokens_per_s")) for name in names]
         rows.append(
-            [results.label(key), *rates, quoted(figure(prefill, key, "prefill_tokens_per_s")), *_fidelity(results, key)]
+            [
+                marked(results, key, [levels[name] for name in names]),
+                *rates,
+                quoted(figure(prefill, key, "prefill_tokens_per_s")),
+                *_fidelity(results, key),
+            ]
         )
     rows.append(
         [
@@ -113,7 +148,15 @@ def _ours(levels: Mapping[str, Level], names: Sequence[str]) -> str:
         ["of the ceiling", *(_share(levels[n], found[n], "decode_tokens_per_s") for n in names)],
         ["peak memory, MB", *(short(figure(levels[n], "shoal", "peak_bytes"), 1e-6) for n in names)],
     ]
-    return table(["shoal", *names], rows)
+    rates = {int(name): f.median for name, f in found.items() if f is not None}
+    return table(["shoal", *names], rows) + (f"\n\n{_sweet(rates)}" if rates else "")
+
+
+def _sweet(rates: Mapping[int, float]) -> str:
+    """The smallest batch that is worth it, in a sentence."""
+    batch, most = smallest_batch(rates), max(rates.values())
+    asked = f"{100 * SWEET_SHARE:.0f} % of the most that any gives ({number(most)} tokens/s)"
+    return f"The smallest batch that reaches {asked} is {batch}, with {100 * rates[batch] / most:.0f} %."
 
 
 def _share(level: Level, found: Figure | None, metric: str) -> str:
@@ -132,7 +175,7 @@ _COLUMNS: tuple[tuple[str, str, float], ...] = (
     ("worst gap, ms", "worst_gap_s", 1e3),
     ("tokens/s", "tokens_per_s", 1),
     ("peak, MB", "peak_bytes", 1e-6),
-    ("joules", "joules", 1),
+    ("joules_per_answer", "joules an answer", 1),
 )
 
 
@@ -149,7 +192,9 @@ def everything(results: Results, level: Level) -> str:
         versus = "" if key == "shoal" else times(ratio(level, "wall_s", "shoal", key))
         said = [short(figure(level, key, name), scale) for _, name, scale in columns]
         hits, share = percent(figure(level, key, "hit_rate")), _share(level, wall, "wall_s")
-        rows.append([results.label(key), quoted(wall), versus, *said, hits, share, str(wall.n if wall else 0)])
+        rows.append(
+            [marked(results, key, [level]), quoted(wall), versus, *said, hits, share, str(wall.n if wall else 0)]
+        )
     return table(head, rows)
 
 
@@ -172,6 +217,7 @@ def burst(results: Results) -> str:
         parts += [
             f"**{level['level']}**" + (f", ceiling {number(best)} s" if best else ""),
             everything(results, level),
+            pairs(results, level),
         ]
         valid = figure(level, "shoal", "valid")
         if valid is not None:
@@ -191,7 +237,9 @@ def fanout(results: Results) -> str:
     def row(title: str, metric: str, over: str, under: str) -> list[str]:
         return [title, *(times(ratio(level, metric, over, under)) for level in levels)]
 
-    walls = [[results.label(key), *(quoted(figure(level, key, "wall_s")) for level in levels)] for key in keys]
+    walls = [
+        [marked(results, key, levels), *(quoted(figure(level, key, "wall_s")) for level in levels)] for key in keys
+    ]
     computed = []
     for level in levels:
         on, off = (short(figure(level, key, "computed_tokens")) for key in ("shoal", "shoal:unshared"))
@@ -264,7 +312,9 @@ def serve(results: Results) -> str:
 
 
 def cold(results: Results) -> str:
-    """From nothing to a first answer, and the same answer later."""
+    """From nothing to a first answer, and the same answer later: fresh processes, or the one of each system."""
+    if results.levels("cold"):
+        return "\n\n".join(_fresh(results, level) for level in results.levels("cold"))
     rows = []
     for system in results.systems.values():
         if "cold" in system:
@@ -272,6 +322,54 @@ def cold(results: Results) -> str:
             rows.append([system["label"], *(number(told[name]) for name in ("load_s", "first_run_s", "warm_run_s"))])
     said = "Process start and load (files in the page cache), then 40 prompt tokens and 16 out: first and warm. "
     return said + "Everything else on this page is warm.\n\n" + table(["", "load, s", "first run, s", "warm, s"], rows)
+
+
+def _fresh(results: Results, level: Level) -> str:
+    rows = [
+        [
+            marked(results, key, [level]),
+            *(quoted(figure(level, key, name)) for name in ("load_s", "wall_s", "warm_s", "cold_s")),
+        ]
+        for key in level["results"]
+    ]
+    head = [
+        f"{level['level']}, fresh processes",
+        "start and load, s",
+        "first run, s",
+        "warm, s",
+        "start to last token, s",
+    ]
+    return table(head, rows)
+
+
+def sustained(results: Results) -> str:
+    """What a lasting load gives: rates at first and at last, when the machine slowed down, what was done until then."""
+    rows = []
+    for level in results.levels("sustained"):
+        for key in level["results"]:
+            found = {name: figure(level, key, name) for name, _, _ in _LASTING}
+            slow = found["throttled_after_s"]
+            cells = ["never" if name == "throttled_after_s" and slow is None else short(found[name], scale)
+                     for name, _, scale in _LASTING]  # fmt: skip
+            way = "one by one" if level["level"] == "1" else f"{level['level']} together"
+            rows.append([f"{results.label(key)}, {way}", *cells])
+    energy = results.document["machine"].get("energy", {})
+    said = ""
+    if not energy.get("counting"):
+        why = "; ".join(f"{name}: {told}" for name, told in energy.get("not_readable", {}).items())
+        said = f"\n\nEnergy is not readable here ({why or 'no sensor counts any'})."
+    return table(["", *(title for _, title, _ in _LASTING)], rows) + said
+
+
+_LASTING = (
+    ("tokens_per_s", "tokens/s", 1.0),
+    ("kept_rate", "kept of the first seconds' rate", 1.0),
+    ("throttled_after_s", "slower after, s", 1.0),
+    ("recovery_s", "as quick as before after, s", 1.0),
+    ("requests", "requests", 1.0),
+    ("requests_unthrottled", "before it slowed down", 1.0),
+    ("joules_per_answer", "joules an answer", 1.0),
+)
 
 
 def equality(results: Results) -> str:
@@ -310,10 +408,51 @@ def readme(results: Results) -> str:
     for key in keys:
         rates = [short(figure(levels.get(name), key, "decode_tokens_per_s")) for name in ("1", "8", "32")]
         walls = [short(figure(level, key, "wall_s")) for level in (rush, trunk)]
-        rows.append([results.label(key), *rates, *walls, _fidelity(results, key)[0]])
+        measured = [*(levels.get(name) for name in ("1", "8", "32")), rush, trunk]
+        rows.append([marked(results, key, measured), *rates, *walls, _fidelity(results, key)[0]])
     machine = results.document["machine"]
     said = f"{machine['threads']} cores of {machine['cpu']}, {results.document['model']['name']}, one run, medians. "
     said += "[All figures, ceilings and plots](docs/benchmarks.md)."
+    ratios = "" if rush is None else _said_pairs(results, rush)
+    if any(level.get("relative") for level in results.document["levels"]):
+        said = "~: others used the machine meanwhile; systems ran in turns, so that ratios hold. " + said
     if results.document["quick"]:
         said = "A quick run, whose figures say nothing. " + said
+    return "\n\n".join(part for part in (table(head, rows), ratios, said) if part)
+
+
+def _said_pairs(results: Results, level: Level) -> str:
+    """The burst against each peer in a sentence."""
+    parts = []
+    for key, told in level.get("pairs", {}).items():
+        if not key.startswith("shoal") and "wall_s" in told:
+            found = told["wall_s"]
+            interval = f"{found['low']:.2f} to {found['high']:.2f}, {found['pairs']:.0f} pairs"
+            parts.append(f"{found['ratio']:.2f} of the time of {results.label(key)} ({interval})")
+    return f"The burst takes shoal {'; '.join(parts)}." if parts else ""
+
+
+def precisions(results: Results) -> str:
+    """This engine on several files of one model: speed by streams, memory, and how far each is from the exact one."""
+    levels = {level["level"]: level for level in results.levels("scaling")}
+    names = [name for name in _STREAMS if name in levels]
+    keys = [key for key in _contenders(list(levels.values())) if key == "shoal" or key.startswith("shoal@")]
+    files = {key: results.systems[key].get("file_bytes") for key in keys}
+    if len({results.systems[key]["file"] for key in keys}) < 2 or not names:
+        return ""
+    rows = []
+    for key in keys:
+        rates = [quoted(figure(levels[n], key, "decode_tokens_per_s")) for n in names]
+        peak = short(figure(levels[names[-1]], key, "peak_bytes"), 1e-6)
+        size = "-" if files[key] is None else number(files[key] / 1e6)
+        label = marked(results, key, [levels[n] for n in names])
+        rows.append([f"{label}, `{results.systems[key]['file']}`", *rates, size, peak, *_fidelity(results, key)])
+    head = ["tokens/s, all streams", *names, "file, MB", f"peak at {names[-1]}, MB", "mean KL", "top-1"]
+    swing = [figure(levels[names[0]], key, "decode_tokens_per_s") for key in keys]
+    best = [figure(levels[name], key, "decode_tokens_per_s") for key in keys for name in names]
+    slowest = min((f.median for f in swing if f is not None), default=0.0)
+    fastest = max((f.median for f in best if f is not None), default=0.0)
+    said = (
+        f"From the slowest file at one stream to the fastest at any: {fastest / slowest:.1f} times." if slowest else ""
+    )
     return table(head, rows) + "\n\n" + said

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from shoal.bench.machine import Memory, energy_joules
+from shoal.bench.machine import Energy, Memory
 from shoal.bench.systems import system_class
 from shoal.bench.systems.base import Measured, Setup, System
 from shoal.bench.timeline import RunTimes
@@ -100,6 +100,7 @@ class Inside:
 
     def __init__(self) -> None:
         self._system: System | None = None
+        self._energy = Energy()
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self.open,
             "prepare": self.prepare,
@@ -138,9 +139,9 @@ class Inside:
         memory = None if pid is None else Memory(pid)
         if memory is not None:
             memory.restart()
-        before = energy_joules()
+        before = self._energy.joules()
         timeline = self.system.run([Job(**{**job, "prompt": tuple(job["prompt"])}) for job in jobs])
-        after = energy_joules()
+        after = self._energy.joules()
         timeline.peak_bytes = None if memory is None else memory.peak()
         timeline.joules = after - before if before is not None and after is not None and after >= before else None
         return timeline.to_json()

@@ -52,7 +52,8 @@ class Workload:
     and `joining` > 0 adds a prompt of that length 0.3 s later. With `dependent` some wait for others' output.
     `beside` names what else computes meanwhile (`bench/beside.py`). `variants` are the ways in which systems run it, ""
     being the default one; each system takes those it knows.
-    Peers take part when `peers` is set. A system stops after two runs when it has used `budget_s`.
+    `fresh`: each run is the first one of a process of its own, loading included. `seconds` > 0: such bursts one after
+    another for so long. Peers take part when `peers` is set. A system stops after two runs when it has used `budget_s`.
     """
 
     scenario: str
@@ -67,6 +68,8 @@ class Workload:
     joining: int = 0
     schema: bool = False
     beside: str = ""
+    fresh: bool = False
+    seconds: float = 0.0
     peers: bool = True
     variants: tuple[str, ...] = ("",)
     budget_s: float = 20.0
@@ -123,6 +126,14 @@ SCENARIOS: dict[str, list[Workload]] = {
         for kind in ("", *BESIDE)
         for n in (1, 8)
     ],
+    "cold": [
+        Workload("cold", "one of 40 + 16", 1, (40, 40), 16, 1, fresh=True, variants=("", "unpacked", "warmed")),
+        Workload("cold", "burst of 8", 8, (500, 500), 32, 8, fresh=True, variants=("", "unpacked")),
+        Workload("cold", "swarm of 8", 8, (20, 20), 64, 8, trunk=200, fresh=True, variants=("", "unpacked")),
+    ],
+    "sustained": [
+        Workload("sustained", str(n), n, (200, 200), 128, n, seconds=120.0, variants=("",)) for n in (8, 1)
+    ],
     "serve": [
         Workload("serve", "1", 1, (100, 100), 8, 1, peers=False, variants=("", "http"), budget_s=10.0),
         Workload("serve", "8", 8, (100, 100), 128, 8, peers=False, variants=("", "http"), budget_s=20.0),
@@ -130,9 +141,46 @@ SCENARIOS: dict[str, list[Workload]] = {
 }  # fmt: skip
 
 
-def select(scenario: str, *, quick: bool = False) -> list[Workload]:
-    """The levels of a scenario, of `both` (scaling and burst) or of `all`. BenchmarkError names an unknown one."""
-    groups = {"all": list(SCENARIOS), "both": ["scaling", "burst"]}
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Another size of a burst or of staggered arrivals: requests, how many run together, tokens in and out of each."""
+
+    n: int | None = None
+    batch: int | None = None
+    prompt: int | None = None
+    output: int | None = None
+    seconds: float | None = None
+
+    def of(self, workload: Workload) -> Workload:
+        """The workload in these sizes, and a name that tells them."""
+        if workload.seconds:
+            return replace(workload, seconds=self.seconds or workload.seconds)
+        n = self.n or workload.requests
+        prompt = workload.prompt if self.prompt is None else (self.prompt, self.prompt)
+        made = replace(workload, requests=n, batch=min(self.batch or n, n), prompt=prompt)
+        made = replace(made, output=self.output or workload.output)
+        low, high = prompt
+        told = f"{n} of {low if low == high else f'{low} to {high}'} + {made.output}"
+        return replace(made, level=told if made.batch == n else f"{told}, {made.batch} at a time")
+
+
+_APART = ("cold", "sustained")  # minutes for each system: asked for by name
+_SIZED = ("burst", "staggered")
+
+
+def select(scenario: str, sizes: Sizes | None = None, *, quick: bool = False) -> list[Workload]:
+    """The levels of a scenario, of `both` (scaling and burst) or of `all`. BenchmarkError names an unknown one.
+
+    With `sizes` the scenario must be one that has some; its first level is measured in them.
+    """
+    if sizes is not None and sizes != Sizes():
+        lasting = sizes == Sizes(seconds=sizes.seconds)
+        if scenario not in (("sustained",) if lasting else _SIZED):
+            hint = f"--scenario {' or '.join(_SIZED)}; --seconds is for --scenario sustained"
+            raise BenchmarkError(f"{scenario} has sizes of its own", value=scenario, limit=_SIZED, hint=hint)
+        levels = [sizes.of(workload) for workload in SCENARIOS[scenario][: None if lasting else 1]]
+        return [_smaller(workload) for workload in levels] if quick else levels
+    groups = {"all": [name for name in SCENARIOS if name not in _APART], "both": ["scaling", "burst"]}
     names = groups.get(scenario, [scenario])
     if names[0] not in SCENARIOS:
         known = ["all", "both", *SCENARIOS]
@@ -151,6 +199,7 @@ def _smaller(workload: Workload) -> Workload:
         output=max(workload.output // 8, 2) if not workload.schema else workload.output,
         trunk=workload.trunk // 8,
         joining=workload.joining // 8,
+        seconds=min(workload.seconds, 3.0),
         budget_s=2.0,
     )
 

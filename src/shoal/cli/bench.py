@@ -20,13 +20,27 @@ def bench(
     context: typer.Context,
     scenario: Annotated[
         str,
-        typer.Option(help="scaling, burst, staggered, fanout, mixed, agents, overhead, company, serve; both; all."),
+        typer.Option(
+            help="scaling, burst, staggered, fanout, mixed, agents, overhead, company, serve, cold, sustained; all; "
+            "speculation."
+        ),
     ] = "both",
-    runs: Annotated[int, typer.Option(help="Runs of each level; of five or more the extremes are dropped.", min=1)] = 5,
+    runs: Annotated[
+        int | None,
+        typer.Option(help="Fit runs of each level that all must get; if not given 5, or 2 of what takes long.", min=1),
+    ] = None,
+    limit: Annotated[float, typer.Option(help="Seconds after which a level is not repeated for --runs.", min=1)] = 900,
+    n: Annotated[int | None, typer.Option(help="Requests of a burst, or of staggered arrivals.", min=1)] = None,
+    batch: Annotated[int | None, typer.Option(help="How many of them run together.", min=1)] = None,
+    prompt: Annotated[int | None, typer.Option(help="Prompt tokens of each of them.", min=1)] = None,
+    output: Annotated[int | None, typer.Option(help="Tokens that each of them writes.", min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long the sustained scenario goes on.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the result to this file too, after each level.")] = None,
     peers: Annotated[
         str | None,
-        typer.Option(help='Peers, by commas: llama, llama@q8, ik, genai, url=http://HOST/v1; "" for none.'),
+        typer.Option(
+            help='Peers, by commas: llama, llama@q8, shoal@q4_k_m, ik, genai, url=http://HOST/v1; "" for none.'
+        ),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     shape: Annotated[
@@ -41,7 +55,9 @@ def bench(
     """Measure. Progress goes to standard error; the last line of standard output is the result as one JSON document."""
     if context.invoked_subcommand is not None:
         return
+    from shoal.bench.harness import Rounds
     from shoal.bench.suite import Options, run_suite
+    from shoal.bench.workloads import Sizes
     from shoal.cli.console import ensure_model
     from shoal.cli.machine import machine_facts, versions
     from shoal.errors import ConfigError
@@ -51,14 +67,35 @@ def bench(
     if not shape:
         ensure_model(model)
     asked = None if peers is None else tuple(name for name in peers.split(",") if name)
-    wanted = Options(scenario, runs, asked, model, shape, format, runner, threads, quick, margin)
+    rounds = Rounds(runs or 5, runs is not None, limit)
+    wanted = Options(
+        scenario,
+        rounds,
+        Sizes(n, batch, prompt, output, seconds),
+        asked,
+        model,
+        shape,
+        format,
+        runner,
+        threads,
+        quick,
+        margin,
+    )
     command = shlex.join(["shoal", *sys.argv[1:]])
 
     def save(document: dict[str, Any]) -> None:
         if out is not None:
             out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
-    document = run_suite(wanted, {**machine_facts(), "versions": versions()}, command, _tell, save)
+    facts = {**machine_facts(), "versions": versions()}
+    if scenario == "speculation":
+        from shoal.bench.speculation import SpeculationBench, table
+
+        measured = SpeculationBench(model, runner, threads, _tell).run(1 if quick else runs)
+        _tell(table(measured))
+        document = {**measured, "command": command, "machine": facts}
+    else:
+        document = run_suite(wanted, facts, command, _tell, save)
     save(document)
     print(json.dumps(document), flush=True)
 

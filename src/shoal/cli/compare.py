@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli import options
-from shoal.cli.console import human_bytes, load_engine, note, print_json
+from shoal.cli.console import human_bytes, load_engine, note, print_json, printable
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shoal.agents.chains import ChainSide
     from shoal.diagnostics.compare import Agreement, Answers
     from shoal.engine.engine import Engine
 
@@ -20,7 +24,9 @@ if TYPE_CHECKING:
 def compare(
     first: Annotated[str, typer.Argument(metavar="A", help="The model that is taken for right.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The model that is held against it.")],
-    prompts: Annotated[Path, typer.Option(help="File with a prompt on each line.")],
+    prompts: Annotated[Path | None, typer.Option(help="File with a prompt on each line.")] = None,
+    graph: Annotated[Path | None, typer.Option(help="Not prompts, but this chain of agents, a graph as YAML.")] = None,
+    inputs: Annotated[Path | None, typer.Option(help="Of the graph: a JSON object on each line, a run each.")] = None,
     max_tokens: options.MaxTokens = 48,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     kv_memory: options.KVMemory = options.KV_MEMORY,
@@ -33,6 +39,12 @@ def compare(
         note(f"loading {name}")
         return load_engine(name, kv_memory=kv_memory, threads=threads, max_batch=8)
 
+    if (prompts is None) == (graph is None):
+        raise ConfigError("one of --prompts and --graph is what both models do", hint="give one of them")
+    if graph is not None:
+        _chains(load, first, second, graph, inputs, as_json=as_json)
+        return
+    assert prompts is not None
     told = compare_models(load, first, second, _lines(prompts), max_tokens)
     if as_json:
         print_json(document(first, second, told))
@@ -50,6 +62,57 @@ def _lines(path: Path) -> list[str]:
         return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", value=str(path), hint="give a text file") from error
+
+
+def _chains(
+    load: Callable[[str], Engine], first: str, second: str, file: Path, inputs: Path | None, *, as_json: bool
+) -> None:
+    """A graph on both models: where they part, what does not fit, times, memory, energy."""
+    import asyncio
+
+    from shoal.agents.build.files import load_graph
+    from shoal.agents.chains import compare_chains
+    from shoal.bench.machine import Energy
+
+    graph = load_graph(file)
+    given = [{}] if inputs is None else [_object(line, number) for number, line in enumerate(_lines(inputs), 1)]
+    told = asyncio.run(compare_chains(load, first, second, graph, given, joules=Energy().joules))
+    if as_json:
+        sides = {side.model: {**asdict(side), "results": None} for side in (told.first, told.second)}
+        print_json({"models": sides, "nodes": {name: asdict(node) for name, node in told.nodes.items()}})
+        return
+    print(f"{'':24}{first:>24}{second:>24}")
+    theirs, own = _side_row(told.first), _side_row(told.second)
+    for name in theirs:
+        print(f"{name:24}{theirs[name]:>24}{own[name]:>24}")
+    for name, node in told.nodes.items():
+        words = f"{node.words:.0%} of the words, {node.equal:.0%} of {node.runs} outputs equal"
+        print(f"{printable(name):24}{words}")
+
+
+def _side_row(side: ChainSide) -> dict[str, str]:
+    calls = side.trace.calls
+    return {
+        "precision": side.precision,
+        "run, s": f"{side.run_s:.2f}",
+        "calls": str(calls.calls),
+        "schema failures": str(calls.invalid),
+        "TTFT median, ms": f"{calls.ttft_ms.median:.1f}",
+        "not computed again": f"{calls.hit_rate:.0%}",
+        "engine memory": human_bytes(side.memory_bytes),
+        "process, most": f"{calls.process_mb:.0f} MB",
+        "energy": "not readable here" if side.joules is None else f"{side.joules:.0f} J",
+    }
+
+
+def _object(line: str, number: int) -> dict[str, Any]:
+    try:
+        told = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"line {number} of the inputs is no JSON: {error}", value=line[:80]) from error
+    if not isinstance(told, dict):
+        raise ConfigError(f"line {number} of the inputs is no object", value=line[:80], hint='as {"question": "Why?"}')
+    return told
 
 
 def _row(told: Answers) -> dict[str, str]:

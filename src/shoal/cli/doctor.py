@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,6 +54,7 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
     yield "runner", runner
     yield "precision", _precision(_card(runner["name"]))
     yield "store", _store()
+    yield "kv_cache", _kv_cache()
     yield "power", _power()
     if "error" in runner:
         yield "memory", {"model": None}
@@ -145,6 +148,19 @@ def _store() -> dict[str, Any]:
     return {"path": str(store.root), "models": models}
 
 
+def _kv_cache() -> dict[str, Any]:
+    """What KV of prompts is kept on disk, and how much room its disk has."""
+    from shoal.cli.kv import entry
+    from shoal.engine.kv.files import stored
+    from shoal.engine.kv.opening import kv_root
+
+    root = kv_root()
+    kept = stored(root)
+    place = next(path for path in (root, *root.parents) if path.exists())
+    writable, free = os.access(place, os.W_OK), shutil.disk_usage(place).free
+    return {"path": str(root), "writable": writable, "free_bytes": free, "kept": [entry(one) for one in kept]}
+
+
 def _power() -> dict[str, Any]:
     """Which sensors the burst governor would have here: each with its reading, or why it cannot be read."""
     from shoal.power import survey
@@ -211,6 +227,12 @@ def _show_store(facts: dict[str, Any]) -> str:
     return f"{facts['path']}: {models or 'empty'}"
 
 
+def _show_kv_cache(facts: dict[str, Any]) -> str:
+    kept = ", ".join(f"{one.get('model', '?')} {human_bytes(one['bytes'])}" for one in facts["kept"]) or "nothing kept"
+    free = f"{human_bytes(facts['free_bytes'])} free" if facts["writable"] else "cannot be written"
+    return f"{facts['path']}: {kept}; {free} (`shoal serve --kv-cache`, `kv_cache`)"
+
+
 def _show_power(facts: dict[str, Any]) -> str:
     readable = [told for told in facts["sensors"].values() if told["readable"]]
     lines = [f"{told['reading']}, {told['level']}" for told in readable]
@@ -247,6 +269,7 @@ _SHOW = {
     "runner": _show_choice,
     "precision": _show_precision,
     "store": _show_store,
+    "kv_cache": _show_kv_cache,
     "power": _show_power,
     "needs": _show_needs,
     "memory": _show_memory,

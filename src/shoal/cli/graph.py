@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli import options
-from shoal.cli.console import Interrupts, ensure_model, load_engine, note, pace, print_json, printable
+from shoal.cli.console import Interrupts, describe, ensure_model, load_engine, note, pace, print_json, printable
 from shoal.errors import GraphError, ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -42,6 +42,12 @@ def run(
     trace: Annotated[Path | None, typer.Option(help="Write the trace there; `shoal trace` draws it.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds for the whole run.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the run repeatable.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Keep what has ended in this new file, for --resume.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Go on with the run of this checkpoint, which broke off.")
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Agents that write at the same time.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     kv_memory: options.KVMemory = options.KV_MEMORY,
@@ -55,7 +61,10 @@ def run(
 
     graph = load_graph(file)
     given = _inputs(inputs)
-    settings = {"deadline_s": deadline, "seed": seed, **given}
+    if checkpoint is not None and resume is not None:
+        raise GraphError("--checkpoint and --resume are given", hint="--resume goes on writing to its file")
+    kept = {"checkpoint": checkpoint or resume, "resumed": resume is not None}
+    settings = {"deadline_s": deadline, "seed": seed, **kept, **given}
     if remote is not None and rollout is not None:
         raise GraphError("--rollout needs an engine here, --remote has none", value=rollout, hint="give one of the two")
     with Interrupts() as interrupts:
@@ -122,15 +131,16 @@ async def _run(
                     note(printable(f"{work.now_ms / 1e3:7.2f} s  {event.node.id}: {event.outcome.state}{cause}"))
         finally:
             watch.cancel()
+        if work.checkpoint.error is not None:
+            print(describe(work.checkpoint.error), file=sys.stderr)
         return await work.result()
 
 
 async def _watch(work: Run, interrupts: Interrupts) -> None:
-    """Cancel every node when Ctrl-C was pressed."""
+    """End the run when Ctrl-C was pressed; what has not ended is left to a resume."""
     while not interrupts.wanted:
         await asyncio.sleep(0.1)
-    for node in list(work.open):
-        work.cancel(node)
+    work.interrupt()
 
 
 def _document(result: GraphResult) -> dict[str, Any]:

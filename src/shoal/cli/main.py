@@ -12,7 +12,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.cli import bench, compare, conform, doctor, graph, models, quantize, replay, run, serve, swarm, trace
+from shoal.cli import (
+    bench,
+    cluster,
+    compare,
+    conform,
+    doctor,
+    graph,
+    models,
+    quantize,
+    replay,
+    run,
+    serve,
+    swarm,
+    trace,
+)
 from shoal.cli.console import describe
 from shoal.errors import ShoalError
 
@@ -55,6 +69,7 @@ app.command("conform")(conform.conform)
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cluster.app, name="cluster")
 
 
 def _version(wanted: bool) -> None:

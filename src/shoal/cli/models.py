@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.console import human_bytes, print_json
+from shoal.cli.kv import kv
 
 if TYPE_CHECKING:
     from shoal.models import StoredModel
     from shoal.runners.registry import LocalModel
 
 app = typer.Typer(no_args_is_help=True, help="Fetch, list and remove models.")
+
+app.command("kv")(kv)
 
 Name = Annotated[
     str,

@@ -50,6 +50,13 @@ def serve(
     runner: Annotated[str, typer.Option(help="Backend.")] = setting("runner"),
     precision: options.Precision = options.PRECISION,
     kv_memory: options.KVMemory = options.KV_MEMORY,
+    kv_cache: Annotated[
+        str, typer.Option(help='KV kept on disk for later runs: bytes as in "4GiB", "auto" (up to 2 GiB), or "off".')
+    ] = "auto",
+    kv_host: Annotated[str | None, typer.Option(help='KV kept in host memory, as in "1GiB".')] = None,
+    watch_memory: Annotated[
+        bool, typer.Option(help="Give up KV, then class low, then new calls, if memory is short.")
+    ] = True,
     threads: options.Threads = None,
 ) -> None:
     """Serve the OpenAI API: chat completions, completions, responses, models, metrics."""
@@ -84,6 +91,7 @@ def serve(
     power = options.power(governor, joules, battery)
     # One for all models that are switched to: a budget of joules does not begin anew.
     paced = Governor(policy=PowerPolicy.of(power)) if power else None
+    settings |= {"kv_cache": None if kv_cache == "off" else kv_cache, "kv_host": kv_host, "watch_memory": watch_memory}
     settings |= {"precision": precision, "threads": threads, "warmup": warmup, "governor": paced}
 
     def load(name: str) -> Engine:

@@ -29,6 +29,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def free_blocks(self) -> list[BlockId]:
+        """Those nobody knows."""
+        return list(self._free)
+
+    @property
     def num_held(self) -> int:
         """Blocks some sequence or pin refers to."""
         return self._held

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from shoal.core.request import RequestSpec
+from shoal.core.tiers import Tier
 from shoal.errors import ShoalError
-from shoal.runners.plan import SeqId, StepPlan
+from shoal.runners.plan import BlockId, SeqId, StepPlan
 from shoal.types import FinishReason, Namespace
 
 
@@ -108,10 +109,52 @@ class CancelExpectation:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """A waiting sequence is not to join while what it wants back from further tiers is on its way; or it is again."""
+
+    seq_id: SeqId
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """KV of a waiting sequence is back from a tier: blocks `first` .. `first + count - 1` of its tokens.
+
+    The blocks that it gets are in `Scheduler.take_restored`, and are to be written before anything else is scheduled.
+    With `state`, the recurrent state after the last of them is back too (after block `first` - 1 where `count` is 0).
+    """
+
+    seq_id: SeqId
+    first: int
+    count: int
+    tier: Tier
+    state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """What a `Restore` gave these blocks could not be written: nobody may find them."""
+
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PreemptAll:
     """Send the whole batch back to the queue; with `drop_cached` give up all KV that is not pinned."""
 
     drop_cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptLow:
+    """Send what runs of class low back to the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCached:
+    """Keep KV that nobody holds, within its bounds; or, while memory is short, none at all."""
+
+    keeping: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +188,12 @@ Command: TypeAlias = (
     | Unpin
     | Expect
     | CancelExpectation
+    | Hold
+    | Restore
+    | Forget
     | PreemptAll
+    | PreemptLow
+    | KeepCached
     | Defer
     | SetMaxRunning
     | SetMaxStall

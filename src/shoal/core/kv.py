@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from shoal.config import EngineConfig
 from shoal.core.blocks import BlockPool
 from shoal.core.checkpoints import Checkpoints
@@ -9,6 +11,18 @@ from shoal.core.nodes import Match
 from shoal.core.prefix_tree import PrefixTree
 from shoal.core.sequence import Sequence
 from shoal.runners.plan import BlockId, ModelSpec
+
+
+class Restored(NamedTuple):
+    """Blocks that are in the tree and must be written before they are read; a checkpoint too, after that many tokens.
+
+    `skipped` of the blocks that were offered, at the front, had come back otherwise meanwhile.
+    """
+
+    blocks: tuple[BlockId, ...] = ()
+    skipped: int = 0
+    checkpoint: int | None = None
+    tokens: int = 0
 
 
 class KVCacheManager:
@@ -25,11 +39,12 @@ class KVCacheManager:
         self.pool = BlockPool(spec.num_blocks)
         self.checkpoints = Checkpoints(spec.num_checkpoints) if spec.recurrent else None
         prefix_bytes = config.bytes_of("prefix_memory")
+        self._max_cached = None if prefix_bytes is None else prefix_bytes // spec.block_bytes
         self.tree = PrefixTree(
             self.pool,
             spec.block_size,
             copies_blocks=spec.copies_blocks,
-            max_cached=None if prefix_bytes is None else prefix_bytes // spec.block_bytes,
+            max_cached=self._max_cached,
             checkpoints=self.checkpoints,
         )
 
@@ -63,6 +78,32 @@ class KVCacheManager:
     def withdraw(self, seq: Sequence) -> None:
         """The sequence no longer waits."""
         self.tree.eviction.withdraw(seq.hashes)
+
+    def restore(self, seq: Sequence, first: int, count: int, *, spare: int, state: bool) -> Restored:
+        """Make room in the tree for blocks `first` .. of a waiting sequence that are back from another tier.
+
+        As many as leave `spare` blocks available; none when the tree has lost what comes before them.
+        """
+        size, tokens, namespace = self.block_size, self.tree_tokens(seq), seq.spec.namespace
+        path = [node.block for node in self.tree.path(tokens, namespace, limit=(first + count) * size)]
+        skipped = len(path) - first
+        if skipped < 0 or self.tree.is_stale(namespace):
+            return Restored()
+        self.pool.hold(path)  # what is continued must not make room for it
+        wanted = min(count - skipped, self.available - spare)
+        if self.tree.max_cached is not None:  # more would be evicted again before anybody joins
+            wanted = min(wanted, self.tree.max_cached - len(path))
+        self.tree.evict(wanted - self.pool.num_free)
+        blocks = [self.pool.take() for _ in range(max(0, min(wanted, self.pool.num_free)))]
+        whole = [*path, *blocks]
+        self.tree.insert(tokens[: len(whole) * size], whole, namespace)
+        checkpoint = None
+        if state and self.checkpoints is not None and whole and len(blocks) == count - skipped:
+            checkpoint = self.checkpoints.reserve(self.pool)
+            if checkpoint is not None:
+                self.tree.keep_state(whole[-1], size, checkpoint)
+        self.tree.release(whole)
+        return Restored(tuple(blocks), skipped, checkpoint, len(whole) * size)
 
     # -- sequences that run -------------------------------------------------------------------------------------
 
@@ -175,7 +216,10 @@ class KVCacheManager:
         end = seq.computed if tail else full * self.block_size
         if end <= seq.indexed * self.block_size:
             return
-        standing = self.tree.insert(self.tree_tokens(seq)[:end], seq.blocks[: self.blocks_for(end)], seq.spec.namespace)
+        blocks = seq.blocks[: self.blocks_for(end)]
+        standing = self.tree.insert(
+            self.tree_tokens(seq)[:end], blocks, seq.spec.namespace, standing=min(seq.indexed, len(blocks))
+        )
         for i in range(seq.indexed, full):
             if standing[i] != seq.blocks[i]:  # somebody computed the same tokens meanwhile: hold theirs, once
                 self._swap(seq, i, standing[i])
@@ -198,6 +242,12 @@ class KVCacheManager:
         seq.blocks = []
         seq.blocks_changed()
         seq.indexed = seq.shared_blocks = 0
+
+    def keep_cached(self, keeping: bool) -> None:
+        """Keep what nobody holds as far as the settings allow, or not at all."""
+        self.tree.max_cached = self._max_cached if keeping else 0
+        if not keeping:
+            self.drop_cached()
 
     def drop_cached(self) -> None:
         """Evict everything that nobody holds."""

@@ -10,7 +10,10 @@ from shoal.runners.plan import BlockId
 class TreeNode:
     """One block in the tree. `key` are its tokens, fewer than a block in a tail; a tail has no children."""
 
-    __slots__ = ("block", "checkpoint", "children", "key", "keys", "last_used", "parent", "path_hash", "queued")
+    __slots__ = (
+        "block", "checkpoint", "children", "content", "digest", "key", "keys", "last_used", "parent", "path_hash",
+        "queued",
+    )  # fmt: skip
 
     def __init__(self, key: tuple[int, ...], block: BlockId, parent: TreeNode | None, path_hash: int) -> None:
         self.key = key
@@ -20,7 +23,9 @@ class TreeNode:
         self.children: dict[tuple[int, ...], TreeNode] = {}
         self.keys: list[tuple[int, ...]] = []  # the children's keys, sorted: the best partial match is a neighbour
         self.last_used = 0
+        self.content = 0  # the hash of a root and of full blocks that others know, where there is a `BlockJournal`
         self.checkpoint: int | None = None  # the recurrent state after its last token
+        self.digest: bytes | None = None  # of a full block's path, once `core/tiers.py` has needed it
         self.queued = False  # is in the heap of candidates for eviction
 
 

@@ -1,34 +1,132 @@
-"""How many prompt tokens a step may take: from measured step times to the stall bound."""
+"""What steps cost, as measured: how many prompt tokens one may take, and what more rows would cost."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 _START = 32  # prompt tokens beside decodes while nothing is known of this machine
 _LEAST = 8  # a step always moves prompts on by this much, or a bound too small for the machine would stop them
+_SHARE = 0.85  # of the stall bound that a step is planned to take
+_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)  # rows
+_EAGER = 16  # steps after which numbers of rows that were not seen are looked at this seldom
+
+
+def _shape(rows: int) -> float:
+    """What a step of so many rows costs beside one of a single row, before anything was measured."""
+    return 1 + 0.1 * min(rows - 1, 7) + 0.25 * max(rows - 8, 0)
+
+
+def _places() -> list[tuple[int, float]]:
+    """Between which of the knots a number of rows is: the lower one, and how far from it towards the next."""
+    places = [(0, 0.0)]
+    for at, (low, high) in enumerate(pairwise(_KNOTS)):
+        places += [(at, (rows - low) / (high - low)) for rows in range(low, high)]
+    return [*places, (len(_KNOTS) - 2, 1.0)]
+
+
+_PLACES = _places()
+
+
+class StepTimes:
+    """The time of a step that only decodes, by its rows, in ms: between measured numbers of rows a straight line.
+
+    A number of rows that was not seen is guessed from those that were. One that was not seen for long drifts towards
+    that guess, so that one slow step does not keep its number of rows from being tried again for ever.
+    """
+
+    def __init__(self) -> None:
+        self._ms = [0.0] * len(_KNOTS)
+        self._seen = [0.0] * len(_KNOTS)
+        self._steps = 0
+        self._off = 0.0  # by how much steps took longer than was expected, lately
+
+    @property
+    def known(self) -> bool:
+        """True when a step was measured."""
+        return self._steps > 0
+
+    def __call__(self, rows: int) -> float:
+        """What a step of so many rows takes."""
+        at, part = _PLACES[rows] if rows < len(_PLACES) else _PLACES[-1]
+        low = self._ms[at]
+        return low + part * (self._ms[at + 1] - low)
+
+    def observe(self, rows: int, ms: float) -> None:
+        """Learn from one step."""
+        ms = max(ms, 1e-3)
+        if not self._steps:
+            self._ms = [ms * _shape(knot) / _shape(rows) for knot in _KNOTS]
+        at, part = _PLACES[min(rows, len(_PLACES) - 1)]
+        off = min(max(ms / self(rows), 0.5), 2.0) - 1  # a step that was held up is no news of its rows
+        seen = (1 - part) * self._seen[at] + part * self._seen[at + 1]
+        rate = max(0.15, 0.7 / (1 + seen)) * off
+        for knot, share in ((at, 1 - part), (at + 1, part)):
+            if share:
+                self._ms[knot] *= 1 + rate * share
+                self._seen[knot] += share
+        self._off += 0.1 * (off - self._off)
+        self._steps += 1
+        if self._steps < _EAGER or self._steps % _EAGER == 0:
+            self._drift(rows, ms, at)
+            self._guess()
+
+    def _drift(self, rows: int, ms: float, at: int) -> None:
+        """Let the numbers of rows that were not seen now follow, slowly, and come nearer to what would be guessed."""
+        for knot, seen in enumerate(self._seen):
+            if seen and knot not in (at, at + 1) and self._steps >= _EAGER:
+                guess = ms * _shape(_KNOTS[knot]) / _shape(rows)
+                self._ms[knot] += 0.3 * self._off * self._ms[knot] + 0.03 * (guess - self._ms[knot])
+
+    def _guess(self) -> None:
+        """Numbers of rows that were never seen: between those around them, or as much more than the next one below."""
+        known = [knot for knot, seen in enumerate(self._seen) if seen]
+        for knot, seen in enumerate(self._seen):
+            if seen:
+                continue
+            below = max((k for k in known if k < knot), default=None)
+            above = min((k for k in known if k > knot), default=None)
+            if below is not None and above is not None:
+                part = (_KNOTS[knot] - _KNOTS[below]) / (_KNOTS[above] - _KNOTS[below])
+                self._ms[knot] = self._ms[below] + part * (self._ms[above] - self._ms[below])
+            else:
+                near = above if below is None else below
+                assert near is not None
+                self._ms[knot] = self._ms[near] * _shape(_KNOTS[knot]) / _shape(_KNOTS[near])
 
 
 class Pacer:
     """Predicts the time of a mixed step as the time of its decodes plus a price per prompt token.
 
     Both are running means of measured steps; the price follows rises at once and falls slowly, since a step that
-    comes out too long breaks a promise and one that is too short only costs a little throughput.
+    comes out too long breaks a promise and one that is too short only costs a little throughput. `times` is what
+    steps without prompts take.
     """
 
     def __init__(self, max_stall_ms: float) -> None:
         self.max_stall_ms = max_stall_ms
         self.decode_ms: float | None = None
         self.token_ms: float | None = None
+        self.times = StepTimes()
+
+    @property
+    def most_ms(self) -> float:
+        """The longest that a step is planned to take while streams run."""
+        return _SHARE * self.max_stall_ms
 
     def prompt_budget(self, limit: int) -> int:
         """The most prompt tokens beside running decodes so that the step stays within the stall bound."""
         if self.token_ms is None:
             return min(limit, _START)
-        room = 0.85 * self.max_stall_ms - (self.decode_ms or 0.0)
+        room = self.most_ms - (self.decode_ms or 0.0)
         return max(min(limit, _LEAST), min(limit, int(room / self.token_ms)))
 
-    def observe(self, decodes: int, prompt_tokens: int, ms: float) -> None:
-        """Learn from one step."""
+    def observe(self, decodes: int, prompt_tokens: int, ms: float, drafted: int = 0) -> None:
+        """Learn from one step that fed the last token of `decodes` sequences, and `drafted` tokens behind those."""
         if prompt_tokens == 0:
-            self.decode_ms = ms if self.decode_ms is None else 0.8 * self.decode_ms + 0.2 * ms
+            if decodes:
+                self.times.observe(decodes + drafted, ms)
+                plain = ms * self.times(decodes) / self.times(decodes + drafted)
+                self.decode_ms = plain if self.decode_ms is None else 0.8 * self.decode_ms + 0.2 * plain
             return
         if prompt_tokens < _LEAST:
             return

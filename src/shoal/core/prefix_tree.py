@@ -19,7 +19,9 @@ from collections.abc import Iterator, Sequence
 from shoal.core.blocks import BlockPool
 from shoal.core.checkpoints import Checkpoints
 from shoal.core.eviction import Eviction
+from shoal.core.journal import BlockJournal, root_hash
 from shoal.core.nodes import Match, TreeNode
+from shoal.core.tiers import TierPlanner
 from shoal.runners.plan import BlockId
 from shoal.types import Namespace
 
@@ -65,8 +67,10 @@ class PrefixTree:
         self.copies_blocks = copies_blocks
         self.max_cached = max_cached
         self.checkpoints = checkpoints
+        self.planner: TierPlanner | None = None  # is told of full blocks, where there are further tiers
         self.evictions = 0
         self.recomputed = 0  # tokens that came back after their eviction
+        self.journal: BlockJournal | None = None  # somebody wants to know what comes and goes
         self._roots: OrderedDict[tuple[str, str], tuple[int, TreeNode]] = OrderedDict()  # least recently used first
         self._nodes: dict[BlockId, TreeNode] = {}
         self._clock = 0
@@ -128,6 +132,27 @@ class PrefixTree:
             self.checkpoints.cancel(checkpoint)
         else:
             self.checkpoints.attach(node, checkpoint)
+            if self.planner is not None:
+                self.planner.note(node)
+
+    def has(self, node: TreeNode) -> bool:
+        """True while a node is in the tree."""
+        return self._nodes.get(node.block) is node
+
+    def path(self, tokens: Sequence[int], namespace: Namespace, *, limit: int) -> list[TreeNode]:
+        """The nodes of whole blocks that hold the first of `tokens`, at most `limit` of them. Marks nothing as used."""
+        place = self._roots.get((namespace.task, namespace.agent))
+        found: list[TreeNode] = []
+        if place is None or place[0] != namespace.version:
+            return found
+        node, size = place[1], self.block_size
+        for at in range(0, limit - size + 1, size):
+            child = node.children.get(tuple(tokens[at : at + size]))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
 
     def _best_tail(self, node: TreeNode, rest: tuple[int, ...]) -> tuple[TreeNode | None, int]:
         """The child that agrees longest with `rest`: in sorted order it is one of the two neighbours of `rest`."""
@@ -143,13 +168,17 @@ class PrefixTree:
 
     def miss_reason(self, hashes: Sequence[int], namespace: Namespace, matched: int) -> str:
         """Why no more than `matched` tokens were found: evicted, diverged, stale or cold. Hashes as `path_hashes`."""
-        current = self._roots.get((namespace.task, namespace.agent))
-        if current is not None and current[0] > namespace.version:
+        if self.is_stale(namespace):
             return "stale"
         at = matched // self.block_size
         if at < len(hashes) and hashes[at] in self._ghosts:
             return "evicted"
         return "diverged" if matched else "cold"
+
+    def is_stale(self, namespace: Namespace) -> bool:
+        """True when a newer version of this namespace is known: nothing is found or left there any more."""
+        current = self._roots.get((namespace.task, namespace.agent))
+        return current is not None and current[0] > namespace.version
 
     def path_hashes(self, tokens: Sequence[int], namespace: Namespace) -> list[int]:
         """One hash per full block of `tokens`, of it and all before it: a hint, never proof of equality."""
@@ -161,9 +190,12 @@ class PrefixTree:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: Sequence[int], blocks: Sequence[BlockId], namespace: Namespace) -> list[BlockId]:
+    def insert(
+        self, tokens: Sequence[int], blocks: Sequence[BlockId], namespace: Namespace, *, standing: int = 0
+    ) -> list[BlockId]:
         """Take note that the first len(tokens) slots of `blocks` hold KV of `tokens`; the blocks must be held.
 
+        So many of the first blocks are `standing` in the tree already, unless they were forgotten since.
         Returns the blocks as they stand in the tree: where another block already held the same tokens after the same
         prefix, that one, which the caller should refer to instead of its own (see `Scheduler`).
         """
@@ -171,18 +203,33 @@ class PrefixTree:
         if node is None:
             return list(blocks)
         self._clock += 1
-        size, standing = self.block_size, list(blocks)
-        for i, at in enumerate(range(0, len(tokens), size)):
+        size, placed = self.block_size, list(blocks)
+        known = self._standing(node, blocks[:standing])
+        node, standing = (node, 0) if known is None else (known, standing)
+        for i, at in enumerate(range(standing * size, len(tokens), size), standing):
             key = tuple(tokens[at : at + size])
             child = node.children.get(key)
             if child is None:
                 child = self._add(node, key, blocks[i])
                 if child is None:
                     break
-            standing[i] = child.block
+            placed[i] = child.block
             child.last_used = self._clock
             node = child
-        return standing
+        return placed
+
+    def _standing(self, node: TreeNode, blocks: Sequence[BlockId]) -> TreeNode | None:
+        """The last node of a path of blocks below `node`, all marked as used now; None when it is no such path.
+
+        Looking them up by their tokens costs several times as much, for every block of a long prompt in every step.
+        """
+        for block in blocks:
+            child = self._nodes.get(block)
+            if child is None or child.parent is not node:
+                return None
+            child.last_used = self._clock
+            node = child
+        return node
 
     def _add(self, parent: TreeNode, key: tuple[int, ...], block: BlockId) -> TreeNode | None:
         """Add or extend the node of `block` under `parent`; None when a tail would add nothing."""
@@ -197,6 +244,10 @@ class PrefixTree:
             self._unlink(known)
             known.key, known.path_hash = key, path_hash
             self._link(parent, known)
+            if full and self.planner is not None:
+                self.planner.note(known)
+            if self.journal is not None:
+                self.journal.added(known)
             return known
         before, agreeing = self._best_tail(parent, key)
         if before is not None and not full and agreeing == len(key):
@@ -207,9 +258,13 @@ class PrefixTree:
         self.pool.adopt(block)
         self._nodes[block] = node
         self._link(parent, node)
+        if full and self.planner is not None:
+            self.planner.note(node)
         if path_hash in self._ghosts:
             del self._ghosts[path_hash]
             self.recomputed += len(key)
+        if self.journal is not None:
+            self.journal.added(node)
         return node
 
     def _useless(self, tail: TreeNode) -> bool:
@@ -227,6 +282,8 @@ class PrefixTree:
         del parent.keys[bisect_left(parent.keys, node.key)]
 
     def _remove(self, node: TreeNode) -> None:
+        if self.journal is not None:
+            self.journal.removed(node)
         if self.checkpoints is not None:
             self.checkpoints.detach(node)
         self._unlink(node)
@@ -293,6 +350,8 @@ class PrefixTree:
         elif not create:
             return None
         root = TreeNode((), -1, None, hash(namespace))
+        root.digest = self.planner.paths.root(namespace) if self.planner is not None else None
+        root.content = root_hash(namespace)
         self._roots[place] = (namespace.version, root)
         if len(self._roots) > self.pool.total + _EMPTY_ROOTS:  # at most `total` of them have blocks
             self._drop_empty_roots()

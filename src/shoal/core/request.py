@@ -13,8 +13,8 @@ class RequestSpec:
 
     Made once, where a request comes in; held by its `Sequence`, and written as it is to records and saved states.
     `deadline_s` counts from the arrival, `timeout_s` from joining the batch, None: no limit. With `prefill_only` the
-    prompt is computed, pinned, and nothing is written. A new field of requests is added here and to `Request`, and
-    read where it matters.
+    prompt is computed, pinned, and nothing is written. `predicted` is what the output is expected to be like. A new
+    field of requests is added here and to `Request`, and read where it matters.
     """
 
     prompt: tuple[int, ...]
@@ -29,3 +29,4 @@ class RequestSpec:
     critical_path: int = 0
     keep_s: float = 0.0
     prefill_only: bool = False
+    predicted: tuple[int, ...] = ()

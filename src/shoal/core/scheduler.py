@@ -15,7 +15,12 @@ from shoal.core.commands import (
     Defer,
     Expect,
     Fail,
+    Forget,
+    Hold,
+    KeepCached,
     PreemptAll,
+    PreemptLow,
+    Restore,
     Schedule,
     SetMaxRunning,
     SetMaxStall,
@@ -23,8 +28,9 @@ from shoal.core.commands import (
     Unpin,
 )
 from shoal.core.deadlines import Deadlines
+from shoal.core.draft import Drafter, why_not
 from shoal.core.keeping import Keeping
-from shoal.core.kv import KVCacheManager
+from shoal.core.kv import KVCacheManager, Restored
 from shoal.core.leaders import Leaders
 from shoal.core.nodes import Match
 from shoal.core.pacing import Pacer
@@ -32,7 +38,7 @@ from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Ended, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
-from shoal.types import FinishReason, SamplingParams
+from shoal.types import FinishReason, Priority, SamplingParams
 
 _urgency = attrgetter("urgency")
 
@@ -56,6 +62,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.pinned: dict[SeqId, list[BlockId]] = {}  # blocks held for prefixes, by the sequence that computed them
         self.preemptions = 0
+        self.drafted = 0  # tokens that were tried, and of these the ones that were right
+        self.accepted = 0
+        self._drafter = Drafter() if config.speculation and why_not(spec) is None else None
         self._by_id: dict[SeqId, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
@@ -63,6 +72,7 @@ class Scheduler:
         self._now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
+        self._restored = Restored()
         self._rows = 0  # of logits that a step may still give to sequences that are scored
         self._step = 0
         self._admissions = 0
@@ -89,8 +99,19 @@ class Scheduler:
                 self.kv.tree.release(self.pinned.pop(command.seq_id, []))
             case Expect() | CancelExpectation():
                 self._announce(command)
+            case Hold():
+                self._hold(command)
+            case Restore():
+                self._restore(command)
+            case Forget():
+                self.kv.tree.forget(command.blocks)
             case PreemptAll():
                 self._preempt_all(drop_cached=command.drop_cached)
+            case PreemptLow():
+                for seq in [seq for seq in self.running if seq.spec.priority is Priority.LOW]:
+                    self._preempt(seq)
+            case KeepCached():
+                self.kv.keep_cached(command.keeping)
             case Defer():
                 self.queue.deferring = command.deferring
             case SetMaxRunning():
@@ -126,6 +147,11 @@ class Scheduler:
     def take_released(self) -> list[SeqId]:
         """Sequences that left the batch, ended or preempted, since the last call."""
         taken, self._released = self._released, []
+        return taken
+
+    def take_restored(self) -> Restored:
+        """The blocks and the checkpoint that the last `Restore` found room for; they are to be written at once."""
+        taken, self._restored = self._restored, Restored()
         return taken
 
     def _add(self, command: Add) -> None:
@@ -169,6 +195,8 @@ class Scheduler:
             self.queue.remove(seq)
             self.kv.withdraw(seq)
         seq.status = Status.FINISHED
+        if self._drafter is not None:
+            self._drafter.leave(seq)
         self.queue.leave(seq)
         del self._by_id[seq.seq_id]
         self._ended.append(Ended(seq, reason, error))
@@ -202,6 +230,20 @@ class Scheduler:
         if seq is not None and seq.status is Status.RUNNING:
             self.kv.index(seq, tail=True)
 
+    def _hold(self, command: Hold) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is not None and seq.status is Status.WAITING:
+            seq.held = command.held
+
+    def _restore(self, command: Restore) -> None:
+        seq = self._by_id.get(command.seq_id)
+        if seq is None or seq.status is not Status.WAITING:
+            return
+        spare = len(self.running)  # each running one may need one more block soon
+        self._restored = self.kv.restore(seq, command.first, command.count, spare=spare, state=command.state)
+        tokens = len(self._restored.blocks) * self.kv.block_size
+        seq.restored[command.tier] = seq.restored.get(command.tier, 0) + tokens
+
     def _preempt_all(self, *, drop_cached: bool) -> None:
         for seq in list(self.running):
             self._preempt(seq)
@@ -216,6 +258,7 @@ class Scheduler:
         if len(self.queue):
             self._make_room(now)
         planned: list[ScheduledSequence] = []
+        decoding: list[Sequence] = []
         in_order = sorted(self.running, key=_urgency)
         chain, size = self._chain(in_order), self.kv.block_size
         ahead = chain - 1 + self.spec.lookahead
@@ -226,6 +269,7 @@ class Scheduler:
             needed = len(tokens) + min(ahead, max(seq.remaining - 1, 0))  # never blocks that it cannot write
             if len(seq.blocks) * size >= needed or self._ensure(seq, needed):
                 want, top = seq.want
+                decoding.append(seq)
                 planned.append(
                     ScheduledSequence(seq.seq_id, (tokens[-1],), seq.computed, seq.table, want, 1, None, None, top)
                 )
@@ -240,8 +284,45 @@ class Scheduler:
             copies = self._admit(now, planned, budget)
         if not planned:
             return None
+        if len(planned) > decodes or (self._drafter is not None and self._draft(decoding, planned)):
+            chain = 1
         self._step += 1
-        return StepPlan(self._step, tuple(planned), tuple(copies), chain if len(planned) == decodes else 1)
+        return StepPlan(self._step, tuple(planned), tuple(copies), chain)
+
+    def _draft(self, decoding: list[Sequence], planned: list[ScheduledSequence]) -> bool:
+        """Let a step that only decodes try tokens behind the last ones, where that pays; True when it does.
+
+        Blocks for them are those that nobody else may need soon: nothing is preempted for a draft.
+        """
+        drafter, pacer, kv = self._drafter, self.pacer, self.kv
+        if drafter is None or not pacer.times.known:
+            return False
+        most = min(self._rows, self.config.max_step_tokens) - len(decoding)
+        spare = max(kv.available - len(self.running), 0)
+        rows = []
+        for seq in decoding:
+            room = (len(seq.blocks) + spare) * kv.block_size - len(seq.tokens)
+            rows.append((seq, min(self.spec.max_rows - 1, seq.remaining - 1, room)))
+        counts = drafter.choose(rows, most, pacer.most_ms, pacer.times)
+        found = False
+        for place, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
+            draft = seq.draft
+            if count == 0 or draft is None:
+                continue
+            have = len(seq.blocks)
+            if kv.blocks_for(len(seq.tokens) + count) - have > spare:  # others drafted into what was spare
+                count = have * kv.block_size - len(seq.tokens)
+            if count <= 0 or not kv.grow(seq, len(seq.tokens) + count):
+                continue
+            spare -= len(seq.blocks) - have
+            item = planned[place]
+            tokens = (*item.tokens, *draft.source.tokens[draft.at : draft.at + count])
+            want, top = (Want.LOGITS, 0) if item.want is Want.TOP else (item.want, item.top)
+            planned[place] = item._replace(
+                tokens=tokens, block_table=seq.table, want=want, top=top, generated=len(tokens), rows=len(tokens)
+            )
+            found = True
+        return found
 
     def _expire(self, now: float) -> None:
         self._now = now
@@ -252,7 +333,7 @@ class Scheduler:
     def _make_room(self, now: float) -> None:
         """Preempt a lower class for a waiting higher one, when the batch or the blocks are full."""
         while self.running:
-            first = next((s for s in self.queue.candidates(now) if not s.waiting_for_leader), None)
+            first = next((s for s in self.queue.candidates(now) if not (s.held or s.waiting_for_leader)), None)
             victim = max(self.running, key=_urgency)
             if first is None or first.rank >= victim.aged_rank:
                 return
@@ -341,6 +422,8 @@ class Scheduler:
 
     def _ready(self, seq: Sequence) -> bool:
         """True when nobody is about to compute blocks it shares. One that is scored shares none and needs rows."""
+        if seq.held:
+            return False
         if seq.scoring:
             return self._rows > 0
         return not seq.waiting_for_leader and not self._leaders.follow(seq)
@@ -409,6 +492,7 @@ class Scheduler:
 
     def _commit(self, command: Commit) -> None:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
+        decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
         self._now = command.now
         decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
@@ -420,6 +504,8 @@ class Scheduler:
             if seq.copy_source is not None:
                 self.kv.copied(seq)
             decoding = seq.decoding
+            drafts = item.tokens[1:] if decoding else ()
+            fed -= len(drafts)
             seq.computed += fed
             seq.computed_tokens += fed
             self.queue.serve(seq, fed)
@@ -431,12 +517,19 @@ class Scheduler:
             outcome = outcomes.get(item.seq_id)
             if outcome is not None:
                 seq.write(outcome, chain)
+                if drafts:
+                    right = seq.judge(drafts)
+                    self.queue.serve(seq, right)
+                    drafted += len(drafts)
+                    self.accepted += right
+                if self._drafter is not None and seq.spec.sampling.speculate:
+                    self._drafter.follow(seq)
                 if outcome.finish is not None:
                     self._end(seq, outcome.finish)
                 elif decoding and seq.computed // self.kv.block_size > seq.indexed:
                     self.kv.index(seq, tail=False)
-        if chain == 1:
-            self.pacer.observe(decodes, chunked, command.ms)
+        self.drafted += drafted
+        self.pacer.observe(decodes, chunked, command.ms / chain, drafted)
         self._expire(command.now)
 
     def _filled(self, seq: Sequence) -> None:

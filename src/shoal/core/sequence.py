@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.core.commands import JudgedTokens
 from shoal.core.request import RequestSpec
+from shoal.core.tiers import Tier
 from shoal.errors import ShoalError
 from shoal.runners.plan import BlockId, SeqId, Want
 from shoal.types import FinishReason, Priority, Receipt
+
+if TYPE_CHECKING:
+    from shoal.core.draft import Draft
 
 RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 
@@ -38,10 +42,11 @@ class Sequence:
     """
 
     __slots__ = (
-        "_table", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "computed", "computed_tokens",
-        "copy_source", "deadline", "hashes", "indexed", "load", "marks", "miss", "preemptions", "prompt_len", "rank",
-        "saving", "scored", "seq_id", "shared_blocks", "shared_with", "spec", "status", "tokens", "urgency",
-        "waits_for", "waits_until", "want", "writes",
+        "_table", "accepted", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "computed",
+        "computed_tokens", "copy_source", "deadline", "draft", "drafted", "foretold", "hashes", "held", "indexed",
+        "load", "marks", "miss", "preemptions", "prompt_len", "rank", "restored", "saving", "scored", "seq_id",
+        "shared_blocks", "shared_with", "spec", "status", "tokens", "urgency", "waits_for", "waits_until", "want",
+        "writes",
     )  # fmt: skip
 
     def __init__(
@@ -75,11 +80,17 @@ class Sequence:
         self.saving: int | None = None  # the checkpoint reserved for the chunk that is being computed
         self.waits_for: Sequence | None = None  # this one computes blocks we share
         self.waits_until = 0
+        self.held = False  # what it wants from further tiers is on its way
+        self.restored: dict[Tier, int] = {}  # tokens that came back for it, by where from
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.shared_with = 0
         self.preemptions = 0
         self.miss: str | None = None
+        self.draft: Draft | None = None  # from its first output token on, where it is drafted for
+        self.drafted = 0  # tokens that passes tried, and of these the ones that were right
+        self.accepted = 0
+        self.foretold = 0  # output tokens that stood in `spec.predicted` where they were expected
 
     @property
     def behind(self) -> int:
@@ -139,10 +150,38 @@ class Sequence:
             self.tokens += tokens[:kept]
             self.computed = min(self.computed + min(len(tokens), chain) - 1, len(self.tokens))
 
+    def judge(self, drafts: tuple[int, ...]) -> int:
+        """Of the tokens fed behind its last one, those that it wrote: their KV is computed, the rest's is not.
+
+        Call after `write`; gives how many are right.
+        """
+        tokens, right = self.tokens, 0
+        for token in drafts:
+            if self.computed + right >= len(tokens) or tokens[self.computed + right] != token:
+                break
+            right += 1
+        self.computed += right
+        self.computed_tokens += right
+        self.drafted += len(drafts)
+        self.accepted += right
+        return right
+
     @property
     def receipt(self) -> Receipt:
-        """What sharing saved so far."""
-        return Receipt(self.cached_tokens, self.computed_tokens, self.shared_with, self.preemptions, self.miss)
+        """What sharing and drafting saved so far."""
+        host, disk = (min(self.restored.get(tier, 0), self.cached_tokens) for tier in (Tier.HOST, Tier.DISK))
+        return Receipt(
+            self.cached_tokens,
+            self.computed_tokens,
+            self.shared_with,
+            self.preemptions,
+            self.miss,
+            self.drafted,
+            self.accepted,
+            self.draft.foretold if self.draft is not None else self.foretold,
+            host,
+            disk,
+        )
 
 
 class Ended(NamedTuple):

@@ -36,6 +36,15 @@ def run_requests(
     return _Run(engine, submit, requests, on_tokens).to_report()
 
 
+SWEET_SHARE = 0.84  # of the most tokens a second: what a batch must reach to be worth its wait
+
+
+def smallest_batch(rates: Mapping[int, float], share: float = SWEET_SHARE) -> int:
+    """The smallest batch whose tokens a second reach `share` of the most of any. `rates` by batch, at least one."""
+    most = max(rates.values())
+    return min(batch for batch, rate in rates.items() if rate >= share * most)
+
+
 class _Run:
     """One call of `Engine.run`: requests not yet arrived, in flight, and ended."""
 

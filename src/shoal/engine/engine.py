@@ -10,19 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from shoal.config import EngineConfig, Settings
-from shoal.core.commands import PreemptAll, SetMaxStall
+from shoal.core.commands import SetMaxStall
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
+from shoal.engine.feed import BlockFeed
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
 from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
 from shoal.engine.mailbox import Mailbox, T
+from shoal.engine.pressure import MemoryWatch
 from shoal.engine.watchdog import Watchdog
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
 from shoal.runners.base import Runner
@@ -53,18 +56,20 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         governor: Governor | None = None,
+        memory: MemoryWatch | None = None,
     ) -> None:
         """`make_runner` is called on the engine's thread; what it raises is raised here.
 
-        `governor` sets its pace, before the setting `power` does.
+        `governor` sets its pace, in place of the setting `power`; `memory` stands in for what `watch_memory` makes.
         """
         self.config = config or EngineConfig()
         self.codec = codec
         self.governor = governor if governor is not None else _governor(self.config)
+        self.memory = memory if memory is not None else _memory_watch(self.config)
         self.failure: BaseException | None = None
         self.warmup_s: float | None = None
         self._mailbox = Mailbox()
-        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor)
+        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor, self.memory)
         self._lock = threading.Lock()
         # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
         self._sinks: dict[str, tuple[Sink, int]] = {}
@@ -80,6 +85,7 @@ class Engine:
         )
         self._thread.start()
         self._loop = started.result()
+        self.feed = BlockFeed(self._loop)
         self._watchdog.start()
 
     @classmethod
@@ -192,6 +198,8 @@ class Engine:
 
     def _register(self, arriving: Sequence[PreparedRequest], sink: Sink | None) -> list[Handle]:
         """Name requests that are about to join: all or none. Refuses a name in use, a full queue, a closed engine."""
+        if self.memory is not None:
+            self.memory.admit()
         if self.governor is not None:
             for prepared in arriving:
                 self.governor.admit(prepared.spec.id)
@@ -346,7 +354,7 @@ class Engine:
         def halt() -> None:
             self._suspended = True
             if drop_kv:
-                self._loop.scheduler.apply(PreemptAll(drop_cached=True))
+                self._loop.drop_kv()
 
         self.call(halt)
 
@@ -372,7 +380,7 @@ class Engine:
         with self._lock:
             first, self._closing = not self._closing, True
         if first:
-            self._mailbox.post(lambda: None)  # wakes the thread
+            self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         self._watchdog.stop(timeout_s)
@@ -451,7 +459,10 @@ class Engine:
             runner = make_runner()
             try:
                 inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
-                self._loop = StepLoop(runner, inputs, self.config, self.governor)
+                self._loop = StepLoop(runner, inputs, self.config, self.governor, memory=self.memory)
+                self._loop.wake = self._wake
+                if self.memory is not None:
+                    self.memory.on_change = self._wake
                 started.set_result(self._loop)
                 with contextlib.closing(self._loop):
                     self._serve(self._loop)
@@ -472,21 +483,30 @@ class Engine:
             idle = loop.idle or self._suspended
             if idle:
                 loop.start_step()
-            self._mailbox.run_pending(wait=idle)
-            if self._suspended or self._closing:
+            copying = idle and loop.copy_out()
+            self._mailbox.run_pending(wait=idle and not copying)
+            if self._suspended or self._closing or (copying and loop.idle):
                 continue
             self._watchdog.began = time.monotonic()
             loop.step()
             self._watchdog.began = None
             if loop.rest_s:
                 loop.start_step()
-                self._mailbox.run_pending_for(loop.rest_s, until=lambda: self._closing)
+                self._mailbox.run_pending_for(loop.rest_s, until=partial(self._rested, loop.kv_on_its_way))
             if self.failure is not None:  # the watchdog has ended everything meanwhile
                 return
             if loop.failures >= _MAX_FAILURES:
                 raise RunnerError(f"{loop.failures} forward passes failed in a row", limit=_MAX_FAILURES)
         self._mailbox.run_pending()
         loop.abort_all()
+
+    def _rested(self, waited_for_kv: bool) -> bool:
+        """Whether a rest is to end early: the engine closes, or KV that was waited for has come."""
+        return self._closing or (waited_for_kv and not self._loop.kv_on_its_way)
+
+    def _wake(self) -> None:
+        """There may be something to do again: the engine's thread looks."""
+        self._mailbox.post(_nothing)
 
     def _hung(self, error: RunnerError) -> None:
         """The pass that runs may never return: end everything without it. Called on the watchdog's thread."""
@@ -501,6 +521,19 @@ def _governor(config: EngineConfig) -> Governor | None:
     from shoal.power import Governor, PowerPolicy  # here: most engines have none
 
     return Governor(policy=PowerPolicy.of(config.power))
+
+
+def _memory_watch(config: EngineConfig) -> MemoryWatch | None:
+    """The watch over this machine's memory that the settings ask for."""
+    if not config.watch_memory:
+        return None
+    from shoal.power.memory import find_memory_sensors  # here: most engines have none
+
+    return MemoryWatch(find_memory_sensors())
+
+
+def _nothing() -> None:
+    """A command that only wakes the engine's thread."""
 
 
 def _cannot_fork(what: str, name: str) -> InvalidRequestError:

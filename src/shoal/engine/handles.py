@@ -83,6 +83,11 @@ class Handle:
         return self._prepared.spec.prompt
 
     @property
+    def predicted_tokens(self) -> int:
+        """How many tokens of its output were predicted: `Request.predicted`, as far as it is read."""
+        return len(self._prepared.spec.predicted)
+
+    @property
     def state(self) -> str:
         """Where it stands: "queued", "prefill", "decoding" or "finished". It may have moved on by the time you look."""
         if self._result is not None:

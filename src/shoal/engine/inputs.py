@@ -158,6 +158,7 @@ class InputProcessor:
                 critical_path=request.critical_path,
                 keep_s=request.keep_s,
                 prefill_only=prefill_only,
+                predicted=tuple(request.predicted[: self.spec.context_length]),
             )
         )
 
@@ -171,6 +172,8 @@ class InputProcessor:
             spec = dataclasses.replace(spec, sampling=sampling)
         for token in sampling.stop_token_ids:
             self._check_token(token, "stop_token_ids")
+        for token in spec.predicted:
+            self._check_token(token, "predicted")
         grammar = self.compile(sampling) if sampling.structured else None
         prepared = PreparedRequest(spec, grammar, self.codec)
         prepared.sampler(self.spec, self.eos_ids)  # refuses a bias for a token the model lacks

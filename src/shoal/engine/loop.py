@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +19,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
-from shoal.core.commands import Abort, Add, Commit, Defer, Fail, JudgedTokens, Schedule, SetMaxRunning, Share, Unpin
+from shoal.core.commands import (
+    Abort,
+    Add,
+    Commit,
+    Defer,
+    Fail,
+    JudgedTokens,
+    PreemptAll,
+    Schedule,
+    SetMaxRunning,
+    Share,
+    Unpin,
+)
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
+from shoal.engine.kv.opening import open_tiers
+from shoal.engine.kv.tiering import Tiering
+from shoal.engine.pressure import MemoryWatch, Relief
 from shoal.engine.record import Recorder
 from shoal.engine.storm import StormWatch
 from shoal.errors import CallbackError, RunnerError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.grammar import gave_up
-from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top, score
+from shoal.sampling.sampler import INVALID_TOKEN, RowChooser, SamplerState, sample_top, score
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord, TokenLogprob
 
 if TYPE_CHECKING:
@@ -83,15 +98,17 @@ class RequestState:
         return Output(written, tuple(self.logprobs), tuple(self.prompt_logprobs))
 
     def take(self, tokens: tuple[int, ...]) -> JudgedTokens:
-        """Let the stop rules judge new tokens, in order, up to one that ends the output."""
+        """Let the stop rules judge new tokens, in order, up to one that ends the output. A step may call it again."""
         if len(tokens) == 1:  # the common case, without the lists
-            self.new_text, reason, is_output = self.checker.push(tokens[0])
-            self.new_tokens = tokens if is_output else ()
+            text, reason, is_output = self.checker.push(tokens[0])
+            self.new_text += text
+            if is_output:
+                self.new_tokens += tokens
             return JudgedTokens(tokens, int(is_output), reason)
-        text: list[str] = []
-        outcome = _judged(tokens, self.checker, text)
-        self.new_text = "".join(text)
-        self.new_tokens = outcome.tokens[: outcome.kept]
+        texts: list[str] = []
+        outcome = _judged(tokens, self.checker, texts)
+        self.new_text += "".join(texts)
+        self.new_tokens += outcome.tokens[: outcome.kept]
         return outcome
 
     def event(self, now: float, reason: FinishReason | None = None, error: ShoalError | None = None) -> Event:
@@ -146,17 +163,22 @@ class StepLoop:
         config: EngineConfig,
         governor: Governor | None = None,
         *,
+        memory: MemoryWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.inputs = inputs
         self.config = config
         self.governor = governor
-        self.rest_s = 0.0  # what the governor wants between the last step and the next
+        self.rest_s = 0.0  # between the last step and the next: the governor wants it, or KV is on its way
         self.clock = clock
         self._recorder = None if config.record is None else Recorder(Path(config.record), runner.spec, config)
         self.scheduler = Scheduler(runner.spec, config, self._recorder)
+        self.wake: Callable[[], None] = _do_nothing  # called on any thread when there may be something to do again
+        self.relief = None if memory is None else Relief(memory, self.scheduler, runner)
+        self.tiering = open_tiers(runner, self.scheduler, config, lambda: self.wake())
         self._storm = StormWatch(runner.spec, config)
+        self._chooser = RowChooser(runner.spec.vocab_size)
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
@@ -208,6 +230,8 @@ class StepLoop:
         arrival = self.clock() if arrival is None else arrival
         self.scheduler.apply(Add(seq_id, prepared.spec, arrival, written, len(scores)))
         seq = self.scheduler.sequence(seq_id)
+        if self.tiering is not None:
+            self.tiering.arrived(seq)
         logprobs = list(before.logprobs[: len(written)])
         state = RequestState(request_id, prepared, seq, sampler, checker, sink, len(seq.tokens), text, logprobs, scores)
         state.told = bool(scores) and not seq.scoring
@@ -242,20 +266,51 @@ class StepLoop:
 
     def step(self) -> StepRecord | None:
         """Plan and run one step and tell the requests; None when there was nothing to compute."""
-        governor = self.governor
-        if governor is None:
-            return self._step()
-        if governor.deferring != self.scheduler.queue.deferring:
-            self.scheduler.apply(Defer(governor.deferring))
-        rows = governor.most_running(self.config.max_batch)
+        tiering = self.tiering
+        if self.relief is not None:
+            self.relief.look(tiering)
+        if self.governor is not None or self.relief is not None:
+            self._obey(self.governor)
+        if tiering is not None:
+            tiering.bring_back()
+        record = self._step()
+        if record is not None and tiering is not None:  # as much as the step made
+            tiering.copy_out(record.prefill_tokens // self.runner.spec.block_size + 1)
+        self.rest_s = self._rest_after(record)
+        return record
+
+    def _obey(self, governor: Governor | None) -> None:
+        """Let class low wait, and the batch be narrow, while the governor or the memory of the machine asks for it."""
+        deferring = (governor is not None and governor.deferring) or (self.relief is not None and self.relief.deferring)
+        if deferring != self.scheduler.queue.deferring:
+            self.scheduler.apply(Defer(deferring))
+        rows = governor.most_running(self.config.max_batch) if governor is not None else self.config.max_batch
         if rows != self.scheduler.max_running:
             self.scheduler.apply(SetMaxRunning(rows))
-        record = self._step()
+
+    def _rest_after(self, record: StepRecord | None) -> float:
+        """Seconds until the next step: the governor's pause, or with nothing to compute, until KV may have come."""
+        governor = self.governor
         if record is not None:
-            self.rest_s = governor.pause_s(record.ms / 1e3)
-        else:  # when all that is left is deferred, look again when the governor may have changed its mind
-            self.rest_s = governor.policy.sample_s if not self.idle and not self.scheduler.running else 0.0
-        return record
+            return governor.pause_s(record.ms / 1e3) if governor is not None else 0.0
+        if self.kv_on_its_way and self.tiering is not None:
+            return self.tiering.left_s
+        # When all that is left is deferred, look again when the governor may have changed its mind.
+        return governor.policy.sample_s if governor is not None and self._only_waits else 0.0
+
+    @property
+    def _only_waits(self) -> bool:
+        return not self.idle and not self.scheduler.running
+
+    @property
+    def kv_on_its_way(self) -> bool:
+        """True while all that is to be computed waits for KV from a further tier, none of which has come yet."""
+        tiering = self.tiering
+        return tiering is not None and self._only_waits and tiering.holding and not tiering.ready
+
+    def copy_out(self) -> bool:
+        """With nothing to compute: copy KV out to the further tiers, a slice; False when there is nothing to do."""
+        return self.tiering is not None and self.tiering.copy_out()
 
     def _step(self) -> StepRecord | None:
         begin = self.clock()
@@ -276,18 +331,19 @@ class StepLoop:
             return None
         if filled is not None:
             filled.result()
-        decoded = self._count_new(plan)
-        sampled = self._sample(plan, output)
-        end = self.clock()
-        outcomes = {seq_id: self._states[seq_id].take(tokens) for seq_id, tokens in sampled.items()}
+        decoded, drafts = self._count_new(plan)
+        outcomes = self._choose(plan, output, drafts)
+        end, accepted = self.clock(), self.scheduler.accepted
         self.scheduler.apply(Commit(plan, outcomes, end, (end - begin) * 1e3))
         self.failures = 0
         self.steps += 1
         ms = (self.clock() - begin) * 1e3
-        prefill, execute_ms = plan.num_tokens - decoded, (executed - started) * 1e3
+        drafted, accepted = sum(map(len, drafts.values())), self.scheduler.accepted - accepted
+        prefill, execute_ms = plan.num_tokens - decoded - drafted, (executed - started) * 1e3
         self._prompt_fed += prefill
         self._storm.look(end, self.scheduler.kv.tree.recomputed, self._prompt_fed, prefill)
-        record = StepRecord(plan.step, len(plan.sequences), prefill, decoded * plan.chain, ms, execute_ms)
+        written = decoded * plan.chain + accepted
+        record = StepRecord(plan.step, len(plan.sequences), prefill, written, ms, execute_ms, drafted, accepted)
         self._tell_listeners(record)
         self._deliver(outcomes)  # last: whoever hears of an end has the records of all its steps
         return record
@@ -316,17 +372,24 @@ class StepLoop:
                 with contextlib.suppress(ValueError):  # the end of an engine is told from another thread
                     self.step_starters.remove(call)
 
-    def _count_new(self, plan: StepPlan) -> int:
-        """Output tokens that a pass fed for the first time; the rest are prompt, or computed again."""
+    def _count_new(self, plan: StepPlan) -> tuple[int, dict[SeqId, tuple[int, ...]]]:
+        """Output tokens that a pass fed for the first time, and those it fed as drafts, by sequence.
+
+        The rest are prompt, or computed again.
+        """
         new, chained = 0, plan.chain - 1
+        drafts = {}
         for item in plan.sequences:
             state, end = self._states[item.seq_id], item.start + len(item.tokens)
-            fed = state.fed
+            fed, drafted = state.fed, end - len(state.seq.tokens)
+            if drafted > 0:
+                drafts[item.seq_id] = item.tokens[-drafted:]
+                end -= drafted
             if end > fed:
                 new += end - (fed if fed > item.start else item.start)
             if end + chained > fed:
                 state.fed = end + chained
-        return new
+        return new, drafts
 
     def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
         """Let the masks of the rows this pass gives be filled while the device computes."""
@@ -351,12 +414,18 @@ class StepLoop:
         if released:
             self.runner.release(released)
 
-    def _sample(self, plan: StepPlan, output: StepOutput) -> dict[SeqId, tuple[int, ...]]:
-        """Next tokens of all rows; a row that is not finite ends its request alone."""
-        sampled = dict(output.argmax)
+    def _choose(
+        self, plan: StepPlan, output: StepOutput, drafts: Mapping[SeqId, tuple[int, ...]]
+    ) -> dict[SeqId, JudgedTokens]:
+        """Next tokens of all sequences, up to their ends; a row that is not finite ends its request alone."""
+        outcomes: dict[SeqId, JudgedTokens] = {}
         for seq_id, tokens in output.argmax.items():
+            if seq_id in drafts:
+                tokens = _agreed(tokens, drafts[seq_id])
             if INVALID_TOKEN in tokens:
-                self._fail_row(sampled, seq_id)
+                self.scheduler.apply(Fail((seq_id,), _not_finite()))
+            else:
+                outcomes[seq_id] = self._states[seq_id].take(tokens)
         for seq_id, (ids, logits) in output.top.items():
             state = self._states[seq_id]
             token = sample_top(ids, logits, state.sampler)
@@ -364,44 +433,56 @@ class StepLoop:
                 self._reject(state)
                 continue
             state.sampler.accept(token)
-            sampled[seq_id] = (token,)
+            outcomes[seq_id] = state.take((token,))
         if output.logits is None:
-            return sampled
-        last, rows = self._score(plan, output.logits)
-        logits = output.logits if len(last) == len(output.logits) else output.logits[last]
-        chosen, logprobs = sample(logits, [state.sampler for state in rows])
-        for state, token, logprob in zip(rows, chosen.tolist(), logprobs, strict=True):
-            seq_id = state.seq.seq_id
-            if token == INVALID_TOKEN:
-                self._reject(state)
+            return outcomes
+        at = 0
+        for item in plan.sequences:
+            if item.want is not Want.LOGITS:
                 continue
-            state.sampler.accept(token)
-            sampled[seq_id] = (token, *state.sampler.take_forced())
+            state = self._states[item.seq_id]
+            rows = output.logits[at : at + item.rows]
+            at += item.rows
+            outcome = None
+            if state.seq.scoring and not _take_scores(state, item, rows):
+                self._reject(state)
+            elif self._chooses(item) is not None:
+                tried = drafts.get(item.seq_id, ())
+                outcome = self._write(state, rows[-1 - len(tried) :], tried)
+            if outcome is not None:
+                outcomes[item.seq_id] = outcome
+        return outcomes
+
+    def _write(self, state: RequestState, rows: NDArray[np.float32], drafts: tuple[int, ...]) -> JudgedTokens | None:
+        """What a request writes: from the first row, and from each one behind drafts as long as these are right.
+
+        None when there is no token to choose in the first; in a later one that is for the next step to find.
+        """
+        sampler, written = state.sampler, ()
+        outcome: JudgedTokens | None = None
+        while True:
+            token, logprob = self._chooser.choose(rows[len(written)], sampler)
+            if token == INVALID_TOKEN:
+                if outcome is None:
+                    self._reject(state)
+                return outcome
+            sampler.accept(token)
             if logprob is not None:
                 state.new_logprobs.append(logprob)
-        return sampled
+            taken = state.take((token, *sampler.take_forced()))
+            before, written = len(written), (*written, *taken.tokens)
+            outcome = JudgedTokens(written, before + taken.kept, taken.finish)
+            if taken.finish is not None or drafts[: len(written)] != written:
+                return outcome
+            if sampler.constraint is not None:
+                sampler.constraint.fill()
 
     def _chooses(self, item: ScheduledSequence) -> RequestState | None:
         """The request whose next token the last row of a sequence gives, if it gives one: a scored prompt goes on."""
         state = self._states[item.seq_id]
         seq = state.seq
-        whole = item.start + len(item.tokens) == len(seq.tokens) and seq.writes
+        whole = item.start + len(item.tokens) >= len(seq.tokens) and seq.writes
         return state if item.want is Want.LOGITS and whole else None
-
-    def _score(self, plan: StepPlan, logits: NDArray[np.float32]) -> tuple[list[int], list[RequestState]]:
-        """Take the log-probabilities of prompts; gives the rows that choose a token, and for whom."""
-        last, states, at = [], [], 0
-        for item in plan.sequences:
-            if item.want is not Want.LOGITS:
-                continue
-            state = self._states[item.seq_id]
-            at += item.rows
-            if state.seq.scoring and not _take_scores(state, item, logits[at - item.rows : at]):
-                self._reject(state)
-            elif self._chooses(item) is not None:
-                last.append(at - 1)
-                states.append(state)
-        return last, states
 
     def _reject(self, state: RequestState) -> None:
         """End a request whose row left no token to choose, alone."""
@@ -411,10 +492,6 @@ class StepLoop:
             self.scheduler.apply(Abort(seq_id, FinishReason.ERROR, error))
         else:
             self.scheduler.apply(Fail((seq_id,), _not_finite()))
-
-    def _fail_row(self, sampled: dict[SeqId, tuple[int, ...]], seq_id: SeqId) -> None:
-        del sampled[seq_id]
-        self.scheduler.apply(Fail((seq_id,), _not_finite()))
 
     def _deliver(self, moved: Iterable[SeqId] = ()) -> None:
         """Tell the requests that got tokens, and those that ended."""
@@ -454,13 +531,32 @@ class StepLoop:
         if seq.seq_id in self.scheduler.pinned:
             self.prefixes[seq.seq_id] = (seq.spec.prompt, seq.spec.namespace)
 
+    def leave_tiers(self) -> Tiering | None:
+        """Bring nothing back and copy nothing out, until what this gives is put back by `join_tiers`."""
+        left, self.tiering = self.tiering, None
+        return left
+
+    def join_tiers(self, left: Tiering | None) -> None:
+        """Use tiers again. What came into the tree meanwhile is not copied out."""
+        self.tiering = left
+        if left is not None:
+            left.skip()
+
+    def drop_kv(self) -> None:
+        """Give up all KV in memory that is not pinned; what runs goes back to the queue."""
+        self.scheduler.apply(PreemptAll(drop_cached=True))
+        if self.tiering is not None and self.tiering.host is not None:
+            self.tiering.host.shrink(0)
+
     def unpin(self, seq_id: SeqId) -> None:
         """Let a pinned prefix go."""
         self.prefixes.pop(seq_id, None)
         self.scheduler.apply(Unpin(seq_id))
 
     def close(self) -> None:
-        """End the record, if there is one. Nothing follows."""
+        """Let KV be written that is to outlive the engine, and end the record, if there is one. Nothing follows."""
+        if self.tiering is not None:
+            self.tiering.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -484,7 +580,14 @@ class StepLoop:
             step_bytes=spec.step_bytes,
             checkpoint_bytes=spec.num_checkpoints * spec.checkpoint_bytes,
             peak_bytes=self.runner.peak_bytes,
+            tiers=None if self.tiering is None else self.tiering.stats(),
+            drafted_tokens=scheduler.drafted,
+            accepted_tokens=scheduler.accepted,
         )
+
+
+def _do_nothing() -> None:
+    """Nobody waits."""
 
 
 def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> JudgedTokens:
@@ -495,6 +598,19 @@ def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> J
         if verdict.reason is not None:
             return JudgedTokens(tokens[: count + 1], count + verdict.is_output, verdict.reason)
     return JudgedTokens(tokens, len(tokens))
+
+
+def _agreed(tokens: tuple[int, ...], drafts: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the most likely tokens after the last token and after each draft, those that follow right ones.
+
+    One that is not finite is only among them when it is the first: behind others it is for the next step to find.
+    """
+    count = 0
+    while count < len(drafts) and tokens[count] == drafts[count]:
+        count += 1
+    if count and tokens[count] == INVALID_TOKEN:
+        return tokens[:count]
+    return tokens[: count + 1]
 
 
 def _take_scores(state: RequestState, item: ScheduledSequence, rows: NDArray[np.float32]) -> bool:

@@ -20,6 +20,7 @@ from shoal.errors import (
     BackendError,
     EngineClosedError,
     InvalidRequestError,
+    MemoryPressureError,
     ModelNotFoundError,
     PowerLimitError,
     PromptTooLongError,
@@ -371,6 +372,8 @@ def _error(response: httpx.Response, sampling: SamplingParams) -> ShoalError:
         return InvalidRequestError(message, param=named if param == "structured_outputs" else param or "request")
     if status == 503 and code == "power_limit":
         return PowerLimitError(message.split(": retry in")[0], value=None, limit=None, retry_after_s=retry)
+    if status == 503 and code == "memory_pressure":
+        return MemoryPressureError(message.split(": retry in")[0], value=None, limit=None, retry_after_s=retry)
     if status == 503:
         return EngineClosedError(message)
     return RunnerError(f"the server answered {status}: {message}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shoal.core.commands import PreemptAll
 from shoal.types import Namespace, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -23,10 +23,12 @@ def warm_up(engine: Engine) -> float:
     Half of the rows are greedy, half sampled. Nothing of it is left in the prefix tree; `stats` counts its steps.
     """
     begin = time.perf_counter()
+    loop = engine._loop
+    tiering = engine.call(loop.leave_tiers)  # what comes from a tier is not computed, and nobody wants this KV again
     for count, length in _shapes(engine):
-        requests = [Request(prompt_tokens=_prompt(engine, row, length), **_fields(row)) for row in range(count)]
-        engine.run(requests)
-    engine.call(lambda: engine._loop.scheduler.apply(PreemptAll(drop_cached=True)))
+        engine.run([_request(engine, row, length) for row in range(count)])
+    engine.call(loop.drop_kv)
+    engine.call(lambda: loop.join_tiers(tiering))
     return time.perf_counter() - begin
 
 
@@ -46,11 +48,10 @@ def _shapes(engine: Engine) -> Iterator[tuple[int, int]]:
         rows *= 2
 
 
-def _prompt(engine: Engine, row: int, length: int) -> list[int]:
-    """Token ids that differ from their first one on, so that rows share nothing."""
-    return [(row + 1 + 7 * at) % engine.spec.vocab_size for at in range(length)]
-
-
-def _fields(row: int) -> dict[str, object]:
-    sampled = {"temperature": 1.0, "top_k": 40, "seed": row} if row % 2 else {}
-    return {"sampling": SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **sampled), "namespace": _SPACE}
+def _request(engine: Engine, row: int, length: int) -> Request:
+    """One row; its token ids differ from the others' from the first one on, so that rows share nothing."""
+    prompt = [(row + 1 + 7 * at) % engine.spec.vocab_size for at in range(length)]
+    sampling = SamplingParams(max_tokens=_OUTPUT, ignore_eos=True)
+    if row % 2:
+        sampling = dataclasses.replace(sampling, temperature=1.0, top_k=40, seed=row)
+    return Request(prompt_tokens=prompt, sampling=sampling, namespace=_SPACE)

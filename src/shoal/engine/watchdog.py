@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import RunnerError
 
 if TYPE_CHECKING:
+    from shoal.engine.pressure import MemoryWatch
     from shoal.power.governor import Governor
 
 
@@ -25,11 +26,18 @@ class Watchdog:
     this thread stops with it, and a gap between two of its looks counts as two of them at most.
     """
 
-    def __init__(self, limit_s: float, on_hang: Callable[[RunnerError], None], governor: Governor | None) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        on_hang: Callable[[RunnerError], None],
+        governor: Governor | None,
+        memory: MemoryWatch | None = None,
+    ) -> None:
         self.began: float | None = None
         self._limit_s = limit_s
         self._on_hang = on_hang
         self._governor = governor
+        self._memory = memory
         self._complained = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shoal-watchdog", daemon=True)
@@ -67,13 +75,14 @@ class Watchdog:
                 return
 
     def _sample(self) -> None:
-        """Let the governor read its sensors. A fault in it is logged once; the watch goes on."""
-        if self._governor is None:
-            return
+        """Let the sensors be read. A fault in that is logged once; the watch goes on."""
         try:
-            self._governor.sample()
+            if self._governor is not None:
+                self._governor.sample()
+            if self._memory is not None:
+                self._memory.sample()
             self._complained = False
         except Exception:
             if not self._complained:
                 self._complained = True
-                log.exception("the governor could not sample")
+                log.exception("the sensors could not be read")

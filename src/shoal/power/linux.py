@@ -118,6 +118,48 @@ class Rapl:
         return value
 
 
+class BatteryDrain:
+    """Energy that has left the batteries since the sensor was made, as their gauges count it: in steps of some joules.
+
+    While power comes in nothing leaves them, and nothing is counted.
+    """
+
+    name = "battery drain"
+
+    def __init__(self, root: Path = SYSFS) -> None:
+        self._supplies = [
+            supply
+            for supply in sorted((root / "class/power_supply").glob("*"))
+            if _text(supply / "type") == "Battery" and self._left(supply) is not None
+        ]
+        if not self._supplies:
+            raise SensorError("no battery tells the energy left in it", value=str(root / "class/power_supply"))
+        self._last = self._total()
+        self._joules = 0.0
+
+    def read(self) -> Reading:
+        """Joules since the sensor was made."""
+        now = self._total()
+        self._joules += max(self._last - now, 0.0)
+        self._last = now
+        return Reading(self.name, self._joules, Unit.JOULES, joules=self._joules)
+
+    def _total(self) -> float:
+        found = [left for supply in self._supplies if (left := self._left(supply)) is not None]
+        if not found:
+            raise SensorError("the batteries tell nothing any more", value=len(self._supplies))
+        return sum(found)
+
+    @staticmethod
+    def _left(supply: Path) -> float | None:
+        """Joules left: from microwatt-hours, or from microampere-hours at the voltage of a full battery."""
+        energy = _number(supply / "energy_now")
+        if energy is not None:
+            return energy * 3600e-6
+        charge, volts = _number(supply / "charge_now"), _number(supply / "voltage_min_design")
+        return None if charge is None or volts is None else charge * 3600e-6 * volts * 1e-6
+
+
 class PlatformProfile:
     """The low-power switch of a laptop's firmware, as the desktop's power menu sets it."""
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import SensorError
-from shoal.power.linux import SYSFS, PlatformProfile, PowerProfiles, Rapl, ThermalZones, ThrottleCounters
+from shoal.power.linux import SYSFS, BatteryDrain, PlatformProfile, PowerProfiles, Rapl, ThermalZones, ThrottleCounters
 from shoal.power.macos import LowPowerMode, ThermalPressure
 from shoal.power.nvml import Nvml
 from shoal.power.readings import Level, Reading, Sensor, Unit, level_of
 from shoal.power.windows import BatterySaver
 
 BATTERY = (20.0, 10.0, 5.0)  # percent left, unplugged, at which fair, serious and critical begin
+
+
+COUNTING = (Rapl.name, Nvml.name, BatteryDrain.name)  # sensors that count energy where they can be read
 
 
 class Battery:
@@ -80,6 +83,7 @@ def survey(root: Path = SYSFS, battery: tuple[float, float, float] = BATTERY) ->
         (ThermalZones.name, lambda: ThermalZones(root)),
         (ThrottleCounters.name, lambda: ThrottleCounters(root)),
         (Rapl.name, lambda: Rapl(root)),
+        (BatteryDrain.name, lambda: BatteryDrain(root)),
         (PlatformProfile.name, lambda: PlatformProfile(root)),
         (PowerProfiles.name, PowerProfiles),
         (BatterySaver.name, BatterySaver),

@@ -3,12 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.errors import ConfigError
-from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan
+from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan
 
-__all__ = ["ModelSpec", "Runner", "kv_budget"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["BlockAccess", "ModelSpec", "Runner", "kv_budget"]
+
+
+class BlockAccess(Protocol):
+    """KV blocks and checkpoints of recurrent state as bytes, for those who keep them outside the device.
+
+    Only whole blocks are read. What is written must be what was read, from a runner of the same `identity`; sequences
+    that use it then compute the same bits as if the block had been computed here. Calls come from the runner's thread,
+    between steps. All raise `RunnerError` for ids out of range.
+    """
+
+    @property
+    def identity(self) -> str:
+        """Everything beside tokens that the bits of KV depend on: model files, kernels, precision, layout."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block as it is read."""
+        ...
+
+    def read_block(self, block: BlockId) -> NDArray[np.uint8]:
+        """A copy of one block, [block_bytes]. `RunnerError` when some of its slots were never written."""
+        ...
+
+    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_block` gave."""
+        ...
+
+    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Nobody needs what is in these blocks: give their memory back to the system where that can be done."""
+        ...
+
+    def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
+        """A copy of a recurrent state, [ModelSpec.checkpoint_bytes]. `RunnerError` when none was saved there."""
+        ...
+
+    def write_checkpoint(self, checkpoint: int, tokens: int, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_checkpoint` gave: the state after that many tokens."""
+        ...
 
 
 class Runner(Protocol):
@@ -26,6 +69,11 @@ class Runner(Protocol):
     @property
     def peak_bytes(self) -> int | None:
         """Most memory in use at once so far, in this process; None where the backend does not count it."""
+        ...
+
+    @property
+    def access(self) -> BlockAccess | None:
+        """How blocks are read and written as bytes; None where the backend cannot."""
         ...
 
     def execute(self, plan: StepPlan) -> StepOutput:

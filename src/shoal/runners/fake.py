@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
-from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 from shoal.splitmix import GOLDEN, MASK, mix
 
 Fault = Callable[[StepPlan], None]
@@ -85,6 +85,42 @@ class FakeRunner:
         """None: not counted."""
         return None
 
+    @property
+    def access(self) -> FakeRunner:
+        """This runner itself."""
+        return self
+
+    @property
+    def identity(self) -> str:
+        """All toy models of one form compute the same."""
+        return f"fake {self.spec.block_size} {self.spec.splits_decode} {self.spec.recurrent}"
+
+    @property
+    def block_bytes(self) -> int:
+        """Eight for each slot."""
+        return self.spec.block_bytes
+
+    def read_block(self, block: BlockId) -> NDArray[np.uint8]:
+        """The slots of a block."""
+        return np.array(self._kv[block], np.uint64).view(np.uint8)
+
+    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_block` gave."""
+        self._kv[block] = data.view(np.uint64).tolist()
+
+    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Empty blocks."""
+        for block in blocks:
+            self._kv[block] = [0] * self.spec.block_size
+
+    def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
+        """The state that was saved there."""
+        return np.array([self._checkpoints[checkpoint][1]], np.uint64).view(np.uint8)
+
+    def write_checkpoint(self, checkpoint: int, tokens: int, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_checkpoint` gave."""
+        self._checkpoints[checkpoint] = tokens, int(data.view(np.uint64)[0])
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass. RunnerError for a sequence without tokens, a table too short for them, a chain that cannot be."""
         if self.plans is not None:
@@ -104,16 +140,16 @@ class FakeRunner:
         for item in plan.sequences:
             if not 1 <= item.rows <= min(len(item.tokens), self.spec.max_rows):
                 raise RunnerError(f"sequence {item.seq_id} wants {item.rows} rows", value=item.rows)
-            rows += self._earlier_rows(item)
+            earlier = self._earlier_rows(item)
             logits = self._feed(item, item.tokens, item.start, item.generated)
             if item.save is not None:
                 if item.want is not Want.NOTHING:
                     raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
                 self._checkpoints[item.save] = self._state[item.seq_id]
             if item.want is Want.LOGITS:
-                rows.append(logits)
+                rows += [*earlier, logits]
             elif item.want is Want.ARGMAX:
-                argmax[item.seq_id] = self._chain(item, logits, plan.chain)
+                argmax[item.seq_id] = (*map(self._best, earlier), *self._chain(item, logits, plan.chain))
             elif item.want is Want.TOP:
                 best = np.sort(np.argsort(-logits, kind="stable")[: item.top if np.isfinite(logits[0]) else 0])
                 top[item.seq_id] = best, logits[best]

@@ -83,12 +83,12 @@ class StepPlan:
 class StepOutput:
     """What a step gave.
 
-    `argmax` holds `chain` tokens for each sequence that wanted ARGMAX, of equal logits the lowest token, and -1 where
-    the logits were not finite numbers. `logits`, float32 [n, V], holds, for each sequence that wanted LOGITS, its
-    `rows` in the order of their tokens, the sequences in plan order; it is valid until the runner's next call and may
-    be written to. `top` holds, for each sequence that
-    wanted TOP, the tokens of its `top` largest logits, int64 in rising order, and these logits, float32; of equal
-    logits the lowest tokens are in it, and it is empty where the logits were not finite numbers.
+    `argmax` holds `chain` tokens, or unchained `rows`, for each sequence that wanted ARGMAX, of equal logits the lowest
+    token, and -1 where the logits were not finite numbers. `logits`, float32 [n, V], holds, for each sequence that
+    wanted LOGITS, its `rows` in the order of their tokens, the sequences in plan order; it is valid until the runner's
+    next call and may be written to. `top` holds, for each sequence that wanted TOP, the tokens of its `top` largest
+    logits, int64 in rising order, and these logits, float32; of equal logits the lowest tokens are in it, and it is
+    empty where the logits were not finite numbers.
     """
 
     argmax: Mapping[SeqId, tuple[int, ...]]

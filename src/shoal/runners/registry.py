@@ -27,7 +27,7 @@ RUNNERS = {
 }
 """Name to module, the preferred first. A module is imported when it is asked, its library when it loads a model."""
 
-SETTINGS = ("threads", "pin_threads", "kv_precision")
+SETTINGS = ("threads", "pin_threads", "kv_precision", "kv_host", "kv_cache")
 """Settings of `EngineConfig` that only some runners honour; a runner that was chosen and does not, refuses them."""
 
 
@@ -199,7 +199,7 @@ def _check_asked(name: str, config: EngineConfig, model: LocalModel | None) -> N
 def _not_honoured(name: str, config: EngineConfig) -> str | None:
     """A setting or option that was given and that this runner does not read, or None."""
     asked = backend(name)
-    given = [setting for setting in SETTINGS if getattr(config, setting) != getattr(_DEFAULTS, setting)]
+    given = [setting for setting in SETTINGS if getattr(config, setting) not in (getattr(_DEFAULTS, setting), "auto")]
     left = [setting for setting in given if setting not in asked.HONOURS]
     if config.precision not in ("auto", *asked.PRECISIONS):
         left.append("precision")

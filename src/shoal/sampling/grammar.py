@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_TEXT = 200_000  # characters of a regular expression, a grammar, or a schema as JSON
-_KEPT = 128  # compiled grammars per model
+_KEPT = 128  # compiled grammars per model, and at most that many characters of their sources:
+_KEPT_TEXT = 2 * MAX_TEXT  # a compiled character takes up to 70 bytes
 LIST_SPACE = "(?: )?"
 
 
@@ -208,7 +209,7 @@ class GrammarCompiler:
         grammar = Grammar(_build(param, source, tokenizer), min(self._vocabulary.eos_ids), self._vocab_size)
         with self._lock:
             self._compiled[key] = grammar
-            while len(self._compiled) > _KEPT:
+            while len(self._compiled) > _KEPT or sum(map(len, self._compiled)) > _KEPT_TEXT:
                 self._compiled.popitem(last=False)
         return grammar
 

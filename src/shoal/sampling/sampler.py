@@ -192,30 +192,40 @@ def sample(logits: Floats, states: Sequence[SamplerState]) -> tuple[Ids, list[To
     above -inf) gets `INVALID_TOKEN` and None; its request alone is to end with an error. States are not changed: the
     caller accepts the token once it is part of the output. Raises ValueError unless there are as many states as rows.
     """
-    n, vocab = logits.shape
-    tokens = np.full(n, INVALID_TOKEN, np.int64)
-    logprobs: list[TokenLogprob | None] = [None] * n
-    shaped = np.empty(vocab, np.float32)
-    # Padded with zero weights to whole blocks. Shared by the rows: one buffer stays in the cache.
-    padded = np.zeros(-(-vocab // _BLOCK) * _BLOCK, np.float32)
-    with np.errstate(over="ignore", under="ignore"):  # a logit far below the largest becomes -inf, its weight 0
-        for i, (row, state) in enumerate(zip(logits, states, strict=True)):
+    chooser = RowChooser(logits.shape[1])
+    chosen = [chooser.choose(row, state) for row, state in zip(logits, states, strict=True)]
+    return np.array([token for token, _ in chosen], np.int64), [logprob for _, logprob in chosen]
+
+
+class RowChooser:
+    """Chooses tokens one row after another, as `sample` does for rows at once.
+
+    Its buffers are shared by the rows, so that they stay in the cache.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._shaped = np.empty(vocab_size, np.float32)
+        self._padded = np.zeros(-(-vocab_size // _BLOCK) * _BLOCK, np.float32)  # zero weights up to whole blocks
+
+    def choose(self, row: Floats, state: SamplerState) -> tuple[int, TokenLogprob | None]:
+        """The token for a row, float32 [V], and its log-probability where that was asked for; see `sample`."""
+        wanted = state.params.logprobs
+        with np.errstate(over="ignore", under="ignore"):  # a logit far below the largest becomes -inf, its weight 0
             z, largest = row, row.max()
             if not math.isfinite(largest):
-                continue
-            if state.params.logprobs is not None:
-                _weigh(row, largest, 1.0, padded)
-                log_total = float(largest) + math.log(_block_sums(padded)[-1])
+                return INVALID_TOKEN, None
+            if wanted is not None:
+                _weigh(row, largest, 1.0, self._padded)
+                log_total = float(largest) + math.log(_block_sums(self._padded)[-1])
             if state.shapes_now:
-                np.copyto(shaped, row)
-                state.shape(shaped)
-                z, largest = shaped, shaped.max()
+                z = self._shaped
+                np.copyto(z, row)
+                state.shape(z)
+                largest = z.max()
                 if not math.isfinite(largest):
-                    continue
-            tokens[i] = token = _choose(z, largest, state, padded)
-            if state.params.logprobs is not None:
-                logprobs[i] = _report(row, token, log_total, state.params.logprobs)
-    return tokens, logprobs
+                    return INVALID_TOKEN, None
+            token = _choose(z, largest, state, self._padded)
+            return token, None if wanted is None else _report(row, token, log_total, wanted)
 
 
 def score(logits: Floats, tokens: Sequence[int], count: int) -> list[TokenLogprob]:

@@ -7,9 +7,9 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
@@ -25,6 +25,7 @@ from shoal.errors import ShoalError
 from shoal.processes import process_mb
 from shoal.server.anthropic.messages import count_tokens, messages
 from shoal.server.anthropic.schemas import CountRequest, MessagesRequest
+from shoal.server.block_events import block_events
 from shoal.server.body import BodyRoute
 from shoal.server.config import ServerConfig
 from shoal.server.errors import ANTHROPIC, ApiError, bad_request, from_shoal, from_validation
@@ -274,6 +275,10 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         return Response(api.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @app.get("/v1/events")
+    async def events(after: Annotated[int | None, Query(ge=0)] = None, tokens: bool = True) -> Response:
+        return block_events(api, after, with_tokens=tokens)
+
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
         healthy, state = api.hub.health()
@@ -288,6 +293,8 @@ def _watch_routes(app: FastAPI, api: Api) -> None:
             told["warmup_s"] = served.engine.warmup_s
             if served.engine.governor is not None:
                 told["power"] = served.engine.governor.describe()
+            if served.engine.memory is not None:
+                told["memory"] = served.engine.memory.describe()
             told["engine"] = {**dataclasses.asdict(engine), "hit_rate": engine.hit_rate}
         return told
 

@@ -18,6 +18,7 @@ from shoal.errors import (
     EngineClosedError,
     HistoryError,
     KVBudgetError,
+    MemoryPressureError,
     ModelError,
     ModelNotFoundError,
     PowerLimitError,
@@ -108,6 +109,9 @@ def from_shoal(error: ShoalError, names: Mapping[str, str] | None = None) -> Api
     if isinstance(error, PowerLimitError):
         retry = str(max(1, math.ceil(error.retry_after_s)))
         return ApiError(503, text, code="power_limit", headers={"Retry-After": retry})
+    if isinstance(error, MemoryPressureError):
+        retry = str(max(1, math.ceil(error.retry_after_s)))
+        return ApiError(503, text, code="memory_pressure", headers={"Retry-After": retry})
     if isinstance(error, RequestError):
         code = {PromptTooLongError: "context_length_exceeded", KVBudgetError: "kv_budget_exceeded"}
         param = (names or {}).get(error.param, error.param)

@@ -102,6 +102,8 @@ def scope_of(method: str, path: str) -> str | None:
     parts = path.strip("/").split("/")
     if parts[:2] == ["swarmbench", "runs"]:
         return "generate" if method == "POST" else "history"
+    if parts == ["v1", "events"]:  # what others have asked is in it
+        return "manage"
     if parts[0] in ("swarmbench", "models") or parts[:2] == ["v1", "models"]:
         return None if method in ("GET", "HEAD") else "manage"
     return "generate" if method == "POST" else None

@@ -177,12 +177,25 @@ class Call:
         whole = self.served.engine.spec.block_size if self._api.config.share_prefixes else 1
         found = (min(r.cached_tokens, r.prompt_tokens) for r in results[::per_prompt])
         cached = sum(tokens // whole * whole for tokens in found)
+        details = {"reasoning_tokens": self.thinking_tokens, "audio_tokens": 0}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": self.thinking_tokens, "audio_tokens": 0},
+            "completion_tokens_details": {**details, **self._prediction_usage()},
+        }
+
+    def _prediction_usage(self) -> dict[str, int]:
+        """Of the tokens that were predicted, those that came where they were expected, and the others."""
+        predicted = [self._handles[i].predicted_tokens for i in self.results]
+        if not any(predicted):
+            return {}
+        foretold = [result.receipt.foretold for result in self.results.values()]
+        accepted = sum(map(min, predicted, foretold))
+        return {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(predicted) - accepted,
         }
 
 

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from shoal.processes import process_mb
-from shoal.types import FinishReason, Result
+from shoal.types import FinishReason, Result, TierStats
 
 if TYPE_CHECKING:
     from shoal.power.governor import Governor
@@ -35,6 +35,9 @@ class Metrics:
         self._cached = Counter(
             "shoal_cached_tokens", "Prompt tokens taken from the prefix tree.", registry=self.registry
         )
+        self._restored = Counter(
+            "shoal_restored_tokens", "Cached tokens that came back from a tier.", ["tier"], registry=self.registry
+        )
         self._output = Counter("shoal_output_tokens", "Tokens written.", registry=self.registry)
         self._ttft = Histogram(
             "shoal_time_to_first_token_seconds", "From submission.", buckets=_SECONDS, registry=self.registry
@@ -54,6 +57,8 @@ class Metrics:
         self._ended.labels(str(result.finish_reason)).inc()
         self._prompt.inc(result.prompt_tokens)
         self._cached.inc(result.cached_tokens)
+        self._restored.labels("host").inc(result.receipt.host_tokens)
+        self._restored.labels("disk").inc(result.receipt.disk_tokens)
         self._output.inc(len(result.tokens))
         self._latency.observe(result.latency_s)
         if result.ttft_s is not None:
@@ -83,11 +88,40 @@ class _EngineGauges(Collector):
         if served is None:
             return
         yield from _power(served.engine.governor)
+        if served.engine.memory is not None:
+            level = float(served.engine.memory.level)
+            yield GaugeMetricFamily("shoal_memory_level", "0 is enough, 3 is out of memory.", value=level)
         stats = served.engine.stats()
         for name in ("waiting", "running", "kv_bytes", "kv_held_bytes", "kv_cached_bytes", "weight_bytes"):
             yield GaugeMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))
-        for name in ("steps", "preemptions", "evictions"):
+        yield from _tiers(stats.tiers)
+        for name in ("steps", "preemptions", "evictions", "drafted_tokens", "accepted_tokens"):
             yield CounterMetricFamily(f"shoal_{name}", f"Engine: {name}.", value=float(getattr(stats, name)))
+
+
+_TIER_GAUGES = ("host_blocks", "host_bytes", "disk_blocks", "disk_queued_bytes")
+_TIER_COUNTERS = (
+    "disk_written_bytes",
+    "disk_read_bytes",
+    "restored_host_blocks",
+    "restored_disk_blocks",
+    "dropped_blocks",
+    "given_up",
+)
+
+
+def _tiers(stats: TierStats | None) -> Iterator[Metric]:
+    """What KV outside the device is there, and what went through it, where there is any."""
+    if stats is None:
+        return
+    fault = float(stats.disk_fault is not None)
+    yield GaugeMetricFamily("shoal_kv_disk_fault", "1 while the disk is left alone.", value=fault)
+    for name in _TIER_GAUGES:
+        value = float(getattr(stats, name))
+        yield GaugeMetricFamily(f"shoal_kv_{name}", f"KV outside the device: {name}.", value=value)
+    for name in _TIER_COUNTERS:
+        value = float(getattr(stats, name))
+        yield CounterMetricFamily(f"shoal_kv_{name}", f"KV outside the device: {name}.", value=value)
 
 
 def _power(governor: Governor | None) -> Iterator[Metric]:

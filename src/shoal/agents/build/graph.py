@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.agents.build.agent import Agent, check_seconds, placeholders
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.agents.run.run import Run
     from shoal.agents.trace.trace import Trace
 
-RESERVED = ("engine", "trace", "task_id", "deadline_s", "seed")
+RESERVED = ("engine", "trace", "task_id", "deadline_s", "seed", "checkpoint", "resumed")
 
 
 class GraphBuilder:
@@ -224,16 +225,29 @@ class Graph(GraphBuilder):
         task_id: str | None = None,
         deadline_s: float | None = None,
         seed: int | None = None,
+        checkpoint: str | Path | None = None,
+        resumed: bool = False,
         **inputs: Any,
     ) -> Run:
         """A run, to be used with `async with`: iterate over it for events, add nodes to it, cancel nodes of it.
 
         `task_id` names the run in traces and towards the engine, unique among the runs under way; `seed` makes it
-        repeatable. Raises `GraphError` for missing or unknown inputs, and as `check`.
+        repeatable. What has ended is kept in the new file `checkpoint`; with `resumed` that file is there, and only
+        what is left is done. Raises `GraphError` for missing or unknown inputs, and as `check`; `CheckpointError`.
         """
         from shoal.agents.run.run import Run
 
-        return Run(self, engine, inputs, trace=trace, task_id=task_id, deadline_s=deadline_s, seed=seed)
+        return Run(
+            self,
+            engine,
+            inputs,
+            trace=trace,
+            task_id=task_id,
+            deadline_s=deadline_s,
+            seed=seed,
+            checkpoint=None if checkpoint is None else Path(checkpoint),
+            resumed=resumed,
+        )
 
     async def run(self, engine: AgentEngine, **settings: Any) -> GraphResult:
         """Run it to its end. Settings and inputs as `start`. `GraphFailedError` when a final node failed."""
@@ -241,6 +255,13 @@ class Graph(GraphBuilder):
             result = await run.result()
         result.raise_for_failure()
         return result
+
+    async def resume(self, engine: AgentEngine, path: str | Path, /, **settings: Any) -> GraphResult:
+        """Go on with a run that had `checkpoint=path` and broke off, here or in another process.
+
+        Inputs need not be given again where JSON can hold them. Other settings as `start`, errors as `run`.
+        """
+        return await self.run(engine, checkpoint=path, resumed=True, **settings)
 
     async def stream(self, engine: AgentEngine, **settings: Any) -> AsyncIterator[GraphEvent]:
         """Events of a run as they come; the last one has the result. Leaving early cancels the run."""

@@ -20,7 +20,12 @@ Judge = Callable[[Result, Result], float]
 
 def similarity(stable: Result, candidate: Result) -> float:
     """The share of words that both answers have in the same order; 1.0 for equal ones."""
-    words = stable.text.split()[:_WORDS], candidate.text.split()[:_WORDS]
+    return same_words(stable.text, candidate.text)
+
+
+def same_words(first: str, second: str) -> float:
+    """The share of words that two texts have in the same order; 1.0 for equal ones."""
+    words = first.split()[:_WORDS], second.split()[:_WORDS]
     if words[0] == words[1]:
         return 1.0
     return difflib.SequenceMatcher(None, *words, autojunk=False).ratio()

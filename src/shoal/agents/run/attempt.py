@@ -18,7 +18,16 @@ from shoal.agents.run.engines import leaving
 from shoal.agents.run.events import EventKind, GraphEvent, Outcome, State
 from shoal.agents.run.prompts import MissingInputError, PendingInputError, layout_of
 from shoal.agents.trace.trace import Attempt
-from shoal.errors import GraphError, PowerLimitError, QueueFullError, RunnerError, ShoalError
+from shoal.errors import (
+    CheckpointError,
+    EngineClosedError,
+    GraphError,
+    MemoryPressureError,
+    PowerLimitError,
+    QueueFullError,
+    RunnerError,
+    ShoalError,
+)
 from shoal.processes import kv_mb, process_mb
 from shoal.sampling.sampler import derive_seed
 from shoal.types import FinishReason, Message, Priority, Request, Result, SamplingParams
@@ -134,6 +143,7 @@ async def _attempt(run: Run, node: Node, agent: Agent, messages: list[Message], 
         critical_path=run.critical_path(node),
     )
     key = key_of(request)
+    ending: ShoalError | None = None
     try:
         async with asyncio.timeout(None if patience == math.inf else patience + _GRACE_S):
             same = await run.memo.known(key)
@@ -143,16 +153,22 @@ async def _attempt(run: Run, node: Node, agent: Agent, messages: list[Message], 
                         log.take(event.text, len(event.tokens), event.result)
             else:
                 log.repeat(same)
+        ending = None if log.result is None else log.result.error
         tried = _judge(agent, log.result, limit)
     except TimeoutError:
         tried = _late(agent, limit)
-    except (PowerLimitError, QueueFullError) as error:
+    except (MemoryPressureError, PowerLimitError, QueueFullError) as error:
         tried = Tried(cause=str(error), outcome="failed", again=True, pause_s=error.retry_after_s)
+    except CheckpointError:
+        raise
     except ShoalError as error:
+        ending = error
         tried = Tried(cause=str(error), outcome="failed", again=isinstance(error, RunnerError))
     except asyncio.CancelledError:
         log.end("cancelled", "the node was cancelled")
         raise
+    if isinstance(ending, EngineClosedError):
+        run.checkpoint.close()  # the nodes do not fail by themselves: what follows is left to a resume
     log.end(tried.outcome, tried.cause)
     return tried
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields
 
 from shoal.agents.run.engines import AgentEngine, leaving
@@ -19,11 +20,16 @@ class Memo:
     Only whole outputs are kept. While one computes, the others wait; if it fails or goes away, one of them computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, found: Mapping[str, Result], keep: Callable[[str, Result], None]) -> None:
+        """`found` are results that are there already; `keep` is told of each new one."""
+        self._found = found
+        self._keep = keep
         self._results: dict[str, asyncio.Future[Result | None]] = {}
 
     async def known(self, key: str | None) -> Result | None:
         """The result of the request with this key, waiting for it if it is being computed; None: compute it."""
+        if key is not None and key in self._found:
+            return self._found[key]
         while key is not None and key in self._results:
             result = await asyncio.shield(self._results[key])
             if result is not None:
@@ -43,6 +49,7 @@ class Memo:
             async with leaving(engine.generate(request)) as events:
                 async for event in events:
                     if event.result is not None and event.result.finish_reason in _GOOD:
+                        self._keep(key, event.result)
                         future.set_result(event.result)
                     yield event
         finally:
@@ -57,4 +64,5 @@ def key_of(request: Request) -> str | None:
     if sampling.temperature > 0:
         return None
     facts = [getattr(sampling, name) for name in _FIELDS]
-    return repr((request.messages, facts, request.namespace))
+    text = repr((request.messages, facts, request.namespace))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

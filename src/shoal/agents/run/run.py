@@ -7,6 +7,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,18 +19,20 @@ from shoal.agents.build.policy import attempts_of
 from shoal.agents.build.schema import plain
 from shoal.agents.run.attempt import pursue, settle
 from shoal.agents.run.cache import Memo
+from shoal.agents.run.checkpoint import Checkpoint
 from shoal.agents.run.engines import LocalEngine
 from shoal.agents.run.events import EventKind, GraphEvent, GraphResult, Outcome, State
 from shoal.agents.run.prefixes import make_keeper
-from shoal.agents.run.state import RunState
+from shoal.agents.run.state import RunState, check_inputs, task_id_of
 from shoal.agents.trace.spans import make_spans
 from shoal.agents.trace.trace import Trace
-from shoal.errors import GraphError, ShoalError
+from shoal.errors import CheckpointError, GraphError, ShoalError
 
 if TYPE_CHECKING:
     from shoal.agents.run.engines import AgentEngine
     from shoal.types import Message
 
+_adding: ContextVar[tuple[Run | None, Node | None]] = ContextVar("adding", default=(None, None))
 _RESERVE = 0.2  # share of a graph's deadline that is kept back for its final nodes, unless told
 
 
@@ -49,18 +53,24 @@ class Run(RunState):
         task_id: str | None,
         deadline_s: float | None,
         seed: int | None,
+        checkpoint: Path | None,
+        resumed: bool,
     ) -> None:
         graph.check()
-        _check_inputs(graph, inputs)
         check_seconds("deadline_s", deadline_s)
-        super().__init__(graph, inputs)
+        if resumed and (checkpoint is None or seed is not None or task_id is not None):
+            raise GraphError("a resumed run has its seed and task_id from its checkpoint", hint="give checkpoint alone")
+        self.checkpoint = Checkpoint(graph, checkpoint, resumed=resumed, inputs=inputs)
+        past = self.checkpoint.past
+        check_inputs(graph, past.inputs)
+        super().__init__(graph, past.inputs)
         self.engine = engine
-        self.task_id = _task_id(graph, task_id)
-        self.seed = secrets.randbits(62) if seed is None else seed
+        self.task_id = past.task_id if resumed else task_id_of(graph, task_id)
+        self.seed = past.seed if resumed else secrets.randbits(62) if seed is None else seed
         self.trace = trace or Trace()
         self.records: list[Mapping[str, Any]] = []
         self.chats: dict[Node, list[Message]] = {}  # what each agent was asked, for those that go on from it
-        self.memo = Memo()
+        self.memo = Memo(past.memo, self.checkpoint.keep_call)
         self.local = isinstance(engine, LocalEngine)  # it takes hints, and counts timeouts from joining the batch
         self.keeper = make_keeper(self)
         self.spans = make_spans(self.task_id, graph.name)
@@ -76,13 +86,20 @@ class Run(RunState):
         self._result: GraphResult | None = None
         self._begun: float | None = None
         self._over = False
+        self._interrupted = False
+        self._held = True  # no node begins yet
 
     # -- living -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._begun = time.perf_counter()
+        self.checkpoint.begin(self.task_id, self.seed)
+        self._begun = self.checkpoint.start_clock()
         self.record({"kind": "graph", "graph": self.graph.name, "state": "begun", "deadline_s": self._deadline_s})
         self.keeper.begin()
+        for name in self.checkpoint.past.ended:
+            if name in self.nodes:
+                self._take_up(self.nodes[name])
+        self._held = False
         for node in [node for node, count in self.open.items() if not count]:
             self._ready(node)
         return self
@@ -120,6 +137,8 @@ class Run(RunState):
             await self._wind_up("the run broke off")
         if self._crash is not None:
             raise self._crash
+        if not self._interrupted:
+            self.checkpoint.check_claimed(self.nodes)
         assert self._result is not None
         return self._result
 
@@ -128,6 +147,7 @@ class Run(RunState):
         if self._over:
             return
         self._over = True
+        self.checkpoint.close()  # what is cut off here is left to a resume
         for node in list(self.open):
             self._end(node, Outcome(State.CANCELLED, cause=cause))
         while self._tasks:
@@ -149,6 +169,13 @@ class Run(RunState):
         if outcome is not None:
             return outcome.state
         return State.RUNNING if node in self._started_ms else State.WAITING
+
+    def interrupt(self) -> None:
+        """End the run here: what has not ended is cancelled, and left to a resume."""
+        self._interrupted = True
+        self.checkpoint.close()
+        for node in list(self.open):
+            self._end(node, Outcome(State.CANCELLED, cause="the run was interrupted"))
 
     def cancel(self, node: Node) -> None:
         """Cancel a node and everything that depends on it. Requests end at the next token; what has ended stays."""
@@ -226,13 +253,39 @@ class Run(RunState):
             raise GraphError("the run is over", value=node.id, hint="add nodes while it runs, or to the graph")
         super()._enter(node, needs)
         if self._begun is not None:
+            self.checkpoint.entered(node, self._needs[node], self._adder)
             self.tell(GraphEvent(EventKind.ADDED, node))
-            if not self.open[node]:
+            if not self._take_up(node) and not self.open[node]:
                 self._ready(node)
         return node
 
+    @property
+    def _adder(self) -> Node | None:
+        """Whose rule adds nodes at the moment; None: the caller."""
+        run, node = _adding.get()
+        return node if run is self else None
+
+    def _name(self, wanted: str) -> str:
+        known = self.checkpoint.named(self._adder, wanted)
+        if known is not None:
+            return known
+        name = wanted
+        while (name := super()._name(name)) in self.checkpoint.past.added:  # another rule will claim it
+            name += "-2"
+        return name
+
+    def _take_up(self, node: Node) -> bool:
+        """Let a node end as it had before this run was resumed; False when it had not."""
+        outcome = self.checkpoint.outcome(node)
+        if outcome is None:
+            return False
+        if node.id in self.checkpoint.past.chats:
+            self.chats[node] = self.checkpoint.past.chats[node.id]
+        self._end(node, outcome)
+        return True
+
     def _ready(self, node: Node) -> None:
-        if self._over:
+        if self._over or self._held:
             return
         task = asyncio.get_running_loop().create_task(self._live(node), name=node.id)
         self._tasks[node] = task
@@ -252,9 +305,10 @@ class Run(RunState):
             self._started_ms[node] = self.now_ms
             self.spans.begin_node(node.id)
             self.tell(GraphEvent(EventKind.STARTED, node))
+        _adding.set((self, node))  # for this task, which is the node's own
         outcome = await self._outcome(node)
         if outcome is not None:
-            self._end(node, outcome)
+            self._end(node, self.checkpoint.settled(node, outcome))
 
     async def _outcome(self, node: Node) -> Outcome | None:
         """What becomes of a node whose needs have all ended; None when it now waits for nodes that it added."""
@@ -297,6 +351,8 @@ class Run(RunState):
             if not guard.expired():
                 raise
             return self._give_up(node, "the deadline of the graph has passed")
+        except CheckpointError:
+            raise
         except ShoalError as error:
             return self._give_up(node, str(error))
         self._members[node] = members
@@ -307,17 +363,21 @@ class Run(RunState):
     def _proceeded(self, node: Node, outcome: Outcome) -> Outcome | None:
         """The outcome, or None when the rule goes on with one more node: a loop's next round."""
         assert node.rule is not None
-        if outcome.state not in (State.DONE, State.DEFAULTED):
-            return outcome
-        try:
-            following = node.rule.proceed(self, node, outcome.value)
-        except ShoalError as error:
-            return self._give_up(node, str(error))
-        if following is None:
-            return outcome
-        RunState.depend(self, node, on=following)
-        self._members[node] = [following]
-        return None
+        while outcome.state in (State.DONE, State.DEFAULTED):
+            try:
+                following = node.rule.proceed(self, node, outcome.value)
+            except CheckpointError:
+                raise
+            except ShoalError as error:
+                return self._give_up(node, str(error))
+            if following is None:
+                break
+            RunState.depend(self, node, on=following)
+            self._members[node] = [following]
+            if self.open[node]:
+                return None
+            outcome = self._joined(node, node in self._single)
+        return outcome
 
     def _give_up(self, node: Node, cause: str) -> Outcome:
         """A rule failed: what it has added already is cancelled."""
@@ -329,6 +389,7 @@ class Run(RunState):
         """The only way into a final state. Nothing happens to a node that has ended."""
         if node not in self.open:
             return
+        self.checkpoint.ended(node, outcome, self.chats.get(node), joined=node in self._members)
         ready = self._book(node, outcome)
         task = self._tasks.get(node)
         if task is not None and task is not asyncio.current_task():
@@ -359,21 +420,3 @@ def _nodes_in(given: Any) -> list[Node] | None:
     if isinstance(given, list) and given and all(isinstance(part, Node) for part in given):
         return given
     return None
-
-
-def _check_inputs(graph: Graph, inputs: Mapping[str, Any]) -> None:
-    wanted = graph.inputs
-    missing = sorted(wanted - set(inputs))
-    if missing:
-        raise GraphError(f"the graph lacks input {missing[0]!r}", value=missing, hint=f"give {missing[0]}=...")
-    unknown = sorted(set(inputs) - wanted)
-    if unknown:
-        raise GraphError(f"the graph has no input {unknown[0]!r}", value=unknown, limit=sorted(wanted), hint="drop it")
-
-
-def _task_id(graph: Graph, task_id: str | None) -> str:
-    if task_id is None:
-        return f"{graph.name}-{secrets.token_hex(4)}"
-    if not isinstance(task_id, str) or not task_id or not task_id.isascii() or not task_id.isprintable():
-        raise GraphError(f"task_id is {task_id!r}", value=task_id, hint="it must be printable ASCII")
-    return task_id

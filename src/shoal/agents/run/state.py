@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -213,3 +214,23 @@ class RunState(GraphBuilder):
         if not given:
             return Outcome(State.SKIPPED, cause="all of its nodes were skipped")
         return Outcome(State.DONE, [outcome.value for outcome in given])
+
+
+def check_inputs(graph: Graph, inputs: Mapping[str, Any]) -> None:
+    """GraphError unless these are all the inputs that the graph has."""
+    wanted = graph.inputs
+    missing = sorted(wanted - set(inputs))
+    if missing:
+        raise GraphError(f"the graph lacks input {missing[0]!r}", value=missing, hint=f"give {missing[0]}=...")
+    unknown = sorted(set(inputs) - wanted)
+    if unknown:
+        raise GraphError(f"the graph has no input {unknown[0]!r}", value=unknown, limit=sorted(wanted), hint="drop it")
+
+
+def task_id_of(graph: Graph, task_id: str | None) -> str:
+    """The name of a run, made up where none is given. GraphError for one that cannot be sent on."""
+    if task_id is None:
+        return f"{graph.name}-{secrets.token_hex(4)}"
+    if not isinstance(task_id, str) or not task_id or not task_id.isascii() or not task_id.isprintable():
+        raise GraphError(f"task_id is {task_id!r}", value=task_id, hint="it must be printable ASCII")
+    return task_id

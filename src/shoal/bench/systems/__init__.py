@@ -26,11 +26,20 @@ class Kind:
     tells_logits: bool = True
 
 
+FILES = {
+    "q8": "Q8_0",
+    "q4_0": "Q4_0",
+    "q4_1": "Q4_1",
+    "q4_k_m": "Q4_K_M",
+    "q5_k_m": "Q5_K_M",
+    "q6_k": "Q6_K",
+}
+"""Other files of the model under measurement, made from it: what stands behind an @, and the format of the file."""
 KINDS = {
-    "shoal": Kind("ours", "Shoal", "shoal", tuple(RUNNERS)),
+    "shoal": Kind("ours", "Shoal", "shoal", (*RUNNERS, *FILES)),
     "shoal-http": Kind("http", "ShoalServer", "shoal, over HTTP", tells_logits=False),
     "shoal-agents": Kind("agents", "Agents", "shoal", tells_logits=False),
-    "llama": Kind("llama", "LlamaCpp", "llama.cpp", ("q8",), peer=True),
+    "llama": Kind("llama", "LlamaCpp", "llama.cpp", tuple(FILES), peer=True),
     "ik": Kind("ik", "IkLlamaCpp", "ik_llama.cpp", peer=True),
     "llama-server": Kind("http", "LlamaServer", "llama-server", ("q8",), peer=True, tells_logits=False),
     "genai": Kind("genai", "GenAI", "OpenVINO GenAI", ("q8",), peer=True),
@@ -45,16 +54,16 @@ def system_class(kind: str) -> Any:
     return getattr(importlib.import_module(f"shoal.bench.systems.{KINDS[kind].module}"), KINDS[kind].name)
 
 
-BITS = {"": "same file", "q8": "8 bits (Q8_0)"}
-"""Which weights a peer runs: the very file, or the same model requantised to 8 bits by llama.cpp."""
+BITS = {"": "same file", **FILES, "q8": "8 bits (Q8_0)"}
+"""Which weights a peer runs: the very file, or the same model requantised."""
 DEFAULT_PEERS = tuple(
-    key for kind, told in KINDS.items() if told.peer for key in (kind, *(f"{kind}@{f}" for f in told.flavours))
+    key for kind, told in KINDS.items() if told.peer for key in (kind, *[f"{kind}@q8"] * ("q8" in told.flavours))
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A system as the command line names it: `KIND`, `KIND@q8`, `shoal@openvino`, or `url=http://...`."""
+    """A system as the command line names it: `KIND`, `KIND@q8`, `shoal@openvino`, `shoal@q4_k_m`, or `url=http://...`."""
 
     key: str
     kind: str
@@ -62,10 +71,17 @@ class Named:
     url: str = ""
 
     @property
+    def other_file(self) -> bool:
+        """Whether it runs other weights than the file under measurement."""
+        return self.flavour in FILES
+
+    @property
     def label(self) -> str:
         """What it is called in tables."""
         base = KINDS[self.kind].label
         if self.kind == "shoal":
+            if self.other_file:
+                return f"{base}, {BITS[self.flavour]}"
             return f"{base} on {self.flavour}" if self.flavour else base
         if self.kind == "url":
             return f"{base} at {self.url}"

@@ -20,7 +20,7 @@ from shoal.bench.workloads import Job
 from shoal.errors import RunnerError
 
 _N_BATCH, _N_UBATCH = 2048, 512  # its server's defaults
-_Q8_0 = 7  # LLAMA_FTYPE_MOSTLY_Q8_0
+_FILE_TYPES = {"q4_0": 2, "q4_1": 3, "q8": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}  # LLAMA_FTYPE_MOSTLY_...
 _quiet: Any = None
 
 
@@ -242,16 +242,14 @@ def _no_log(level: int, text: bytes, data: object) -> None:  # noqa: ARG001 - th
     return
 
 
-def requantised(path: Path, target: Path) -> Path:
-    """The same model at 8 bits (Q8_0) by llama.cpp's own tool, made once. RunnerError when it fails."""
-    if target.exists():
-        return target
+def requantised(path: Path, target: Path, flavour: str) -> Path:
+    """The same model in the format of a flavour, by llama.cpp's own tool. RunnerError when it fails."""
     import llama_cpp
 
     api: Any = llama_cpp
     _be_quiet(api)
     params = api.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = _Q8_0, True
+    params.ftype, params.allow_requantize = _FILE_TYPES[flavour], True
     half = target.with_suffix(".part")
     if api.llama_model_quantize(str(path).encode(), str(half).encode(), ctypes.byref(params)):
         with contextlib.suppress(FileNotFoundError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from shoal.bench.timeline import RunTimes, TokenTimes
 from shoal.bench.workloads import Job
 from shoal.config import EngineConfig
 from shoal.engine.engine import Engine
-from shoal.engine.loading import make_runner, open_model
+from shoal.engine.loading import OpenedModel, make_runner, open_model
+from shoal.engine.warmup import warm_up
 from shoal.errors import BenchmarkError
 from shoal.models import Store
 from shoal.runners.base import Runner
@@ -34,6 +36,8 @@ class Shoal:
     VARIANTS: ClassVar[dict[str, str]] = {
         "": "prefix sharing on",
         "unshared": "prefix sharing off",
+        "unpacked": "weights packed anew",
+        "warmed": "warmed up while it loads",
         "one": "on one thread",
         "static": "static batch by hand over the same runner",
     }
@@ -44,6 +48,7 @@ class Shoal:
         self._runner: Runner
         self._settings: dict[str, Any] = {}
         self._variant = ""
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @staticmethod
     def missing() -> str | None:
@@ -69,14 +74,23 @@ class Shoal:
             return
         self.close()
         config = EngineConfig.of(**settings)
-        opened = open_model(self._source.model, config)
+        opened = self._open(config, setup.variant)
 
         def make() -> Runner:
             self._runner = opened.make_runner()  # kept: both ways of `overhead` measure the same pages of memory
             return self._runner
 
         self._engine = Engine(make, opened.codec, config)
+        if setup.variant == "warmed":
+            warm_up(self._engine)
         self._settings = settings
+
+    def _open(self, config: EngineConfig, variant: str) -> OpenedModel:
+        """The model; `unpacked` in a store of its own, where nothing has been derived from its file."""
+        if variant != "unpacked":
+            return open_model(self._source.model, config)
+        self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="shoal-bench-")
+        return open_model(str(self._source.path), config, Store(self._scratch.name))
 
     @property
     def engine(self) -> Engine:
@@ -130,6 +144,9 @@ class Shoal:
             self._engine.close()
             self._engine = None
             self._settings = {}
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
 
 
 def sampling(job: Job) -> SamplingParams:

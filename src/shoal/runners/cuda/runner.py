@@ -58,6 +58,11 @@ class CUDARunner:
         return self._spec
 
     @property
+    def access(self) -> None:
+        """None: blocks are not read or written as bytes."""
+        return None
+
+    @property
     def peak_bytes(self) -> int | None:
         """Most device memory in use at once so far; None off a GPU."""
         return int(torch.cuda.max_memory_allocated(self._model.device)) if self._cuda else None

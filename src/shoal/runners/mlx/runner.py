@@ -94,6 +94,11 @@ class MLXRunner:
         return self._spec
 
     @property
+    def access(self) -> None:
+        """None: blocks are not read or written as bytes."""
+        return None
+
+    @property
     def peak_bytes(self) -> int | None:
         """Most memory MLX had in use at once so far, in this process."""
         return int(mx.get_peak_memory())

@@ -14,7 +14,7 @@ from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "kernels of our own for this CPU and model"
 INSTALL = "install a C++ compiler and reinstall shoal, or use runner='openvino'"
-HONOURS = ("threads", "pin_threads", "kv_precision")
+HONOURS = ("threads", "pin_threads", "kv_precision", "kv_host", "kv_cache")
 PRECISIONS = AT_LOAD
 OPTIONS = ("mmap",)
 

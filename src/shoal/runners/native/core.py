@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import BackendError
@@ -17,3 +20,9 @@ def load_core() -> Any:
             f"the native kernels are not built ({error})",
             hint="install a C++ compiler and reinstall shoal, or use runner='openvino'",
         ) from error
+
+
+@functools.cache
+def core_hash() -> str:
+    """A hash of the extension's file: other kernels may compute other bits."""
+    return hashlib.sha256(Path(load_core().__file__).read_bytes()).hexdigest()[:16]

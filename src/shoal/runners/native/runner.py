@@ -19,8 +19,8 @@ from shoal.models.files import ModelFiles, Progress
 from shoal.models.precision import quantised
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
-from shoal.runners.native.core import load_core
-from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.native.core import core_hash, load_core
+from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.runners.registry import LocalModel
 
 KvPrecision: TypeAlias = Literal["auto", "bf16", "u8"]
@@ -40,10 +40,11 @@ class NativeRunner:
     machine. Leaves scheduling, sampling and the contents of block tables to the caller.
     """
 
-    def __init__(self, core: Any, spec: ModelSpec) -> None:
+    def __init__(self, core: Any, spec: ModelSpec, identity: str) -> None:
         """Over a loaded extension; use `load`."""
         self._core: Any = core
         self._spec = spec
+        self._identity = identity
         self._logits: NDArray[np.float32] = np.empty((0, spec.vocab_size), np.float32)
 
     @classmethod
@@ -88,7 +89,8 @@ class NativeRunner:
             spec = spec if precision == "auto" else replace(spec, precision=precision)
             settings: dict[str, Any] = {"blocks": spec.num_blocks, "checkpoints": spec.num_checkpoints}
             settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa, "map": mmap}
-            return cls(core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces), spec)
+            loaded = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
+            return cls(loaded, spec, f"{path.name} {facts['kv_bits']} {loaded.isa} {core_hash()}")
 
         try:
             return _of_packed(path, made, lambda: _pack_again(files, path, precision, progress))
@@ -118,6 +120,52 @@ class NativeRunner:
     def profile(self) -> dict[str, float]:
         """Seconds spent in each phase of a step since loading, barriers included, and the number of `steps`."""
         return dict(self._loaded().profile())
+
+    @property
+    def access(self) -> NativeRunner:
+        """This runner itself."""
+        return self
+
+    @property
+    def identity(self) -> str:
+        """The model's files, the precision of KV, the instruction set, and these very kernels."""
+        return self._identity
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers together."""
+        return self._spec.block_bytes
+
+    def read_block(self, block: BlockId) -> NDArray[np.uint8]:
+        """A copy of one block."""
+        out = np.empty(self.block_bytes, np.uint8)
+        self._asked(self._loaded().read_blocks, [block], out)
+        return out
+
+    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_block` gave."""
+        self._asked(self._loaded().write_blocks, [block], data)
+
+    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Give the pages of these blocks back to the system, as far as no other block is on them."""
+        self._asked(self._loaded().discard_blocks, list(blocks))
+
+    def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
+        """A copy of the recurrent state that was saved there."""
+        out = np.empty(self._spec.checkpoint_bytes, np.uint8)
+        self._asked(self._loaded().read_checkpoint, checkpoint, out)
+        return out
+
+    def write_checkpoint(self, checkpoint: int, tokens: int, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_checkpoint` gave: the state after that many tokens."""
+        self._asked(self._loaded().write_checkpoint, checkpoint, tokens, data)
+
+    @staticmethod
+    def _asked(function: Callable[..., None], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except (ValueError, TypeError, MemoryError) as error:
+            raise RunnerError(f"blocks cannot be read or written: {error}", value=arguments[0]) from error
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass, or `plan.chain` of them. `StepOutput.logits` is valid until the next call.

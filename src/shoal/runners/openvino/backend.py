@@ -15,7 +15,7 @@ from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "OpenVINO's kernels for CPUs"
 INSTALL = "pip install openvino"
-HONOURS = ("threads", "pin_threads")
+HONOURS = ("threads", "pin_threads", "kv_host", "kv_cache")
 PRECISIONS = ("bf16", "f32")
 OPTIONS = ()
 

@@ -123,8 +123,8 @@ class Feed:
                 wanted.logits += each.rows
                 rows += range(row + 1 - each.rows, row + 1)
             elif each.want is Want.ARGMAX:
-                wanted.argmax.append(each.seq_id)
-                argmax_rows.append(row)
+                wanted.argmax += [each.seq_id] * each.rows
+                argmax_rows += range(row + 1 - each.rows, row + 1)
         if min(batch.tokens) < 0 or max(batch.tokens) >= self._vocab:
             raise RunnerError("a token is outside the vocabulary", value=batch.tokens, limit=self._vocab)
         if len(batch.tokens) == 1:

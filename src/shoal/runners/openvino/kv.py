@@ -63,6 +63,7 @@ class KVArrays:
         self.scratch = self.num_blocks
         self.block_size = ports[0].shape[-2]
         self.bytes_per_token = per_block // self.block_size
+        self.block_bytes = per_block
         self._ports = ports
         total = self.num_blocks + 1
         self._memory = _private_memory(per_block * total)
@@ -84,6 +85,18 @@ class KVArrays:
         """Copy a whole block, all layers."""
         for blocks in self._blocks:
             blocks[destination] = blocks[source]
+
+    def read(self, block: int) -> NDArray[np.uint8]:
+        """A copy of a whole block, [block_bytes], array by array."""
+        return np.concatenate([blocks[block] for blocks in self._blocks])
+
+    def write(self, block: int, data: NDArray[np.uint8]) -> None:
+        """Put back what `read` gave."""
+        begin = 0
+        for blocks in self._blocks:
+            end = begin + blocks.shape[1]
+            blocks[block] = data[begin:end]
+            begin = end
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:

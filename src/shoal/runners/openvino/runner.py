@@ -16,7 +16,7 @@ from shoal.runners.openvino.feed import Feed, Wanted
 from shoal.runners.openvino.kv import KVArrays, cache_ports
 from shoal.runners.openvino.loading import PagedSource, best_precision, machine, open_core, read_source
 from shoal.runners.openvino.probe import BLOCKS, is_exact, remembered, warm_up
-from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan, Want
 
 Precision: TypeAlias = Literal["auto", "bf16", "f32"]
 
@@ -39,6 +39,7 @@ class OpenVINORunner:
         self._request: Any = compiled.create_infer_request()
         for name, tensor in kv.tensors():
             self._request.set_tensor(name, tensor)
+        self.identity = ""  # set when all facts are known
         self._feed = Feed(self._request, spec.vocab_size, spec.block_size, spec.num_blocks)
 
     @classmethod
@@ -83,6 +84,7 @@ class OpenVINORunner:
             except (RuntimeError, RunnerError) as error:
                 raise BackendError(f"OpenVINO cannot run {path}", value=settings, hint="try precision f32") from error
         facts = (source.identity, sorted(settings.items()), *machine(core))
+        runner.identity = repr(("openvino", *facts))
         runner._find_out_exact(cache_dir, facts)
         return runner
 
@@ -140,17 +142,51 @@ class OpenVINORunner:
         """None: not counted."""
         return None
 
+    @property
+    def access(self) -> OpenVINORunner:
+        """This runner itself: its blocks lie in memory of this process."""
+        return self
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all arrays together."""
+        return self._arrays.block_bytes
+
+    def read_block(self, block: BlockId) -> NDArray[np.uint8]:
+        """A copy of one block."""
+        return self._arrays.read(block)
+
+    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+        """Put back what `read_block` gave."""
+        self._arrays.write(block, data)
+
+    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Nothing: pages stay, and are written again."""
+
+    def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
+        """There are none: `RunnerError`."""
+        raise RunnerError(f"there is no checkpoint {checkpoint}", value=checkpoint, limit=0)
+
+    def write_checkpoint(self, checkpoint: int, tokens: int, data: NDArray[np.uint8]) -> None:  # noqa: ARG002
+        """There are none: `RunnerError`."""
+        raise RunnerError(f"there is no checkpoint {checkpoint}", value=checkpoint, limit=0)
+
+    @property
+    def _arrays(self) -> KVArrays:
+        if self._kv is None:
+            raise RunnerError("the runner is closed", hint="load the model again")
+        return self._kv
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass. `StepOutput.logits` is a view of the plugin's memory, valid until the next call.
 
         Raises `RunnerError` when OpenVINO fails and for plans that ask what this runner does not do.
         """
-        if self._kv is None:
-            raise RunnerError("the runner is closed", hint="load the model again")
+        arrays = self._arrays
         if plan.chain != 1:
             raise RunnerError(f"chain is {plan.chain}", value=plan.chain, limit=1, hint="see ModelSpec.max_chain")
         for source, destination in plan.copies:
-            self._kv.copy(source, destination)
+            arrays.copy(source, destination)
         if not plan.sequences:
             return StepOutput({})
         if any(0 < each.generated < len(each.tokens) for each in plan.sequences):
@@ -194,8 +230,8 @@ def _split(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
 
 def _output(logits: NDArray[np.float32], wanted: Wanted) -> StepOutput:
     full = wanted.logits
-    argmax = {}
+    argmax: dict[SeqId, tuple[int, ...]] = {}
     for seq_id, row in zip(wanted.argmax, logits[full:], strict=False):
         token = int(row.argmax())  # NaN, wherever it is, counts as the largest
-        argmax[seq_id] = (token if np.isfinite(row[token]) else -1,)
+        argmax[seq_id] = (*argmax.get(seq_id, ()), token if np.isfinite(row[token]) else -1)
     return StepOutput(argmax, logits[:full] if full else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from shoal.server.reasoning import Effort, Thought
 from shoal.server.sse import ChoiceWriter, EventStream, Template, encode
 from shoal.types import Event, FinishReason, Request, Result
 
+_PREDICTED_CHARACTERS = 8  # that are read of a prediction for each token of the context
 NAMES = {
     "prompt": "messages",
     "prompt_tokens": "messages",
@@ -83,7 +85,12 @@ def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequ
     if body.prompt_logprobs is not None:
         arguments["prompt_logprobs"] = body.prompt_logprobs
     seeds = choice_seeds(arguments.pop("seed", None), body.n or 1)
-    return [api.request(body, tokens, make_sampling({**arguments, "seed": seed})) for seed in seeds]
+    predicted: list[int] = []
+    if body.prediction is not None:  # no more of it than can come: it is tokenised
+        most = _PREDICTED_CHARACTERS * served.engine.spec.context_length
+        predicted = codec.encode(body.prediction.text[:most], add_special=False)
+    sampled = (make_sampling({**arguments, "seed": seed}) for seed in seeds)
+    return [replace(api.request(body, tokens, sampling), predicted=predicted) for sampling in sampled]
 
 
 class ChatAnswer:

@@ -132,6 +132,20 @@ class ResponseFormat(Strict):
         return {"type": "object"} if given is None else given
 
 
+class Prediction(Strict):
+    """A text that much of the answer is expected to be like: it changes how fast that comes, and nothing else."""
+
+    type: Literal["content"]
+    content: str | Listed[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or "" for part in self.content)
+
+
 class ChatRequest(Sampled):
     """`POST /v1/chat/completions`."""
 
@@ -146,7 +160,7 @@ class ChatRequest(Sampled):
     modalities: Listed[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     audio: None = None
-    prediction: None = None
+    prediction: Prediction | None = None
     web_search_options: None = None
     functions: None = None
     function_call: None = None

@@ -99,4 +99,5 @@ def phase_summary(summary: Summary, log: StepLog) -> Document:
         "kv_peak_held": log.peak_held,
         "kv_peak_saved": log.peak_saved,
         "widest": log.widest,
+        "tokens_a_pass": round(log.tokens_a_pass, 2),
     }

@@ -42,6 +42,8 @@ class StepLog:
     peak_held: int = 0
     peak_saved: int = 0
     widest: int = 0
+    written: int = 0  # output tokens of its steps, and of these the ones that were drafted
+    accepted: int = 0
     _seen: list[_Seen] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,12 +67,19 @@ class StepLog:
             seen.computed, seen.present = computed, present
         if took and len(self.rows) < MAX_STEPS:
             self.widest = max(self.widest, record.batch)
+            self.written += record.decode_tokens
+            self.accepted += record.accepted
             held, saved = _kv(running, self.block_bytes)
             if took & ((1 << self.agents) - 1) and (saved, held) >= (self.peak_saved, self.peak_held):
                 self.peak_saved, self.peak_held = saved, held
             begin = round((now - self.began) * 1e3 - record.ms, 2)
             width = (record.batch, record.prefill_tokens, record.decode_tokens)
             self.rows.append((begin, round(record.ms, 2), *width, took, joined, left, held, saved))
+
+    @property
+    def tokens_a_pass(self) -> float:
+        """Output tokens of a row of a pass: 1 without speculation."""
+        return self.written / (self.written - self.accepted) if self.written > self.accepted else 1.0
 
 
 def _kv(running: Sequence[Progress], block_bytes: int) -> tuple[int, int]:

@@ -190,6 +190,11 @@ std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, co
     return {std::move(answer.tokens), std::move(answer.tops)};
 }
 
+// What is read or written must have exactly the size of `count` things of `bytes` each.
+void check_size(size_t given, size_t count, size_t bytes) {
+    if (given != count * bytes) throw PlanError("what is read or written does not have the size of its blocks");
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -235,6 +240,29 @@ NB_MODULE(_core, m) {
              })
         .def("step", &step)
         .def("release", &Model::release)
+        .def("read_blocks",
+             [](const Model& model, const std::vector<int>& blocks, Bytes out) {
+                 check_size(out.size(), blocks.size(), model.block_bytes());
+                 nb::gil_scoped_release release;
+                 model.read_blocks(blocks, out.data());
+             })
+        .def("write_blocks",
+             [](Model& model, const std::vector<int>& blocks, Source data) {
+                 check_size(data.size(), blocks.size(), model.block_bytes());
+                 nb::gil_scoped_release release;
+                 model.write_blocks(blocks, data.data());
+             })
+        .def("discard_blocks", &Model::discard_blocks)
+        .def("read_checkpoint",
+             [](const Model& model, int checkpoint, Bytes out) {
+                 check_size(out.size(), 1, model.state_bytes());
+                 model.read_checkpoint(checkpoint, out.data());
+             })
+        .def("write_checkpoint",
+             [](Model& model, int checkpoint, int tokens, Source data) {
+                 check_size(data.size(), 1, model.state_bytes());
+                 model.write_checkpoint(checkpoint, tokens, data.data());
+             })
         .def("profile", &Model::profile)
         .def_prop_ro("isa", [](const Model& model) { return std::string(model.kernels().name); })
         .def_prop_ro("threads", &Model::threads)

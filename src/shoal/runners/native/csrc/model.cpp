@@ -33,6 +33,15 @@ Pages::Pages(int descriptor, size_t bytes) : size_(bytes), mapped_(bytes) {
     data_ = static_cast<uint8_t*>(base_);
 }
 
+void Pages::discard(size_t at, size_t bytes) const {
+    const size_t page = 4096, first = (at + page - 1) / page * page, end = (at + bytes) / page * page;
+#ifdef __linux__
+    if (base_ && end > first) madvise(data_ + first, end - first, MADV_DONTNEED);
+#else  // there it says that the contents may go, not that they are zero
+    if (base_ && end > first) madvise(data_ + first, end - first, MADV_FREE);
+#endif
+}
+
 Pages::~Pages() {
     if (base_) munmap(base_, mapped_);
 }
@@ -48,6 +57,54 @@ Model::Model(Config config, const Packed& packed) : config_(std::move(config)) {
     written_.resize(size_t(c.blocks)), claimed_.resize(size_t(c.blocks));
     checkpoints_.resize(size_t(c.checkpoints));
     pool_ = std::make_unique<Pool>(c.threads, c.pin);
+}
+
+// -- blocks and states as bytes ---------------------------------------------------------------------------------------
+
+void Model::check_block(int block) const {
+    if (block < 0 || block >= config_.blocks)
+        throw PlanError("block " + std::to_string(block) + " of " + std::to_string(config_.blocks));
+}
+
+void Model::read_blocks(const std::vector<int>& blocks, uint8_t* out) const {
+    for (int block : blocks) {
+        check_block(block);
+        if (written_[size_t(block)] != ~uint32_t(0))
+            throw PlanError("block " + std::to_string(block) + " has slots that nothing was written to");
+    }
+    for (size_t i = 0; i < blocks.size(); i++)
+        memcpy(out + i * block_bytes_, kv_pages_.data() + size_t(blocks[i]) * block_bytes_, block_bytes_);
+}
+
+void Model::write_blocks(const std::vector<int>& blocks, const uint8_t* data) {
+    for (int block : blocks) check_block(block);
+    for (size_t i = 0; i < blocks.size(); i++) {
+        memcpy(kv_pages_.data() + size_t(blocks[i]) * block_bytes_, data + i * block_bytes_, block_bytes_);
+        written_[size_t(blocks[i])] = ~uint32_t(0);
+    }
+}
+
+void Model::discard_blocks(const std::vector<int>& blocks) {
+    for (int block : blocks) check_block(block);
+    for (int block : blocks) {
+        kv_pages_.discard(size_t(block) * block_bytes_, block_bytes_);
+        written_[size_t(block)] = 0;
+    }
+}
+
+void Model::read_checkpoint(int checkpoint, uint8_t* out) const {
+    if (checkpoint < 0 || checkpoint >= config_.checkpoints || !checkpoints_[size_t(checkpoint)].seen)
+        throw PlanError("checkpoint " + std::to_string(checkpoint) + ", to which nothing was saved");
+    memcpy(out, checkpoints_[size_t(checkpoint)].memory.data(), state_bytes());
+}
+
+void Model::write_checkpoint(int checkpoint, int tokens, const uint8_t* data) {
+    if (checkpoint < 0 || checkpoint >= config_.checkpoints || tokens < 1)
+        throw PlanError("checkpoint " + std::to_string(checkpoint) + " of " + std::to_string(config_.checkpoints));
+    State& to = checkpoints_[size_t(checkpoint)];
+    if (!to.memory.size()) to.memory = Pages(state_bytes());
+    memcpy(to.memory.data(), data, state_bytes());
+    to.seen = tokens;
 }
 
 // -- recurrent state --------------------------------------------------------------------------------------------------

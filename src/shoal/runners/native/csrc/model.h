@@ -39,6 +39,8 @@ class Pages {
     }
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
+    // Give whole pages of these bytes back to the system; they are zero when next touched. What shares a page stays.
+    void discard(size_t at, size_t bytes) const;
 
   private:
     void swap(Pages& other) {
@@ -236,10 +238,21 @@ class Model {
     const Norm& norm() const { return ends_.norm; }
     const Ends& ends() const { return ends_; }
     Pool& pool() const { return *pool_; }
+
+    // Blocks and checkpoints as bytes, for those who keep them elsewhere; `out` and `data` hold all of them one after the other.
+    // PlanError for ids out of range and for what nothing was written to. Bytes that come back must be what was read.
+    size_t block_bytes() const { return block_bytes_; }
+    size_t state_bytes() const { return state_floats_ * sizeof(float); }
+    void read_blocks(const std::vector<int>& blocks, uint8_t* out) const;
+    void write_blocks(const std::vector<int>& blocks, const uint8_t* data);
+    void discard_blocks(const std::vector<int>& blocks);
+    void read_checkpoint(int checkpoint, uint8_t* out) const;
+    void write_checkpoint(int checkpoint, int tokens, const uint8_t* data);
     std::vector<std::pair<std::string, double>> profile() const;
 
   private:
     void check(const Plan& plan) const;
+    void check_block(int block) const;
     void check_states(const Plan& plan) const;
     void take_states(const Plan& plan);
     void keep_states(const Plan& plan);

@@ -192,7 +192,8 @@ export class RunView {
     if (single) this.singles.set(name, single);
     say($("tile-rate"), `${Math.round(sum.tokens_per_s)} tok/s`);
     const times = single ? `, ${(sum.tokens_per_s / single).toFixed(1)}× one stream (${Math.round(single)})` : "";
-    say($("tile-rate-note"), `${seconds(sum.wall_s)}${times}`);
+    const drafted = sum.tokens_a_pass > 1.05 ? `, ${sum.tokens_a_pass.toFixed(1)} tokens a pass` : "";
+    say($("tile-rate-note"), `${seconds(sum.wall_s)}${times}${drafted}`);
     say($("tile-prefix"), `${sum.prefix_tokens} tokens`);
     const cached = together.cards.slice(0, this.agents).reduce((total, card) => total + card.cached_tokens, 0);
     say($("tile-prefix-note"), settings.sharing ? `${cached} tokens not computed again` : "sharing is off");

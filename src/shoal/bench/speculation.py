@@ -1,0 +1,414 @@
+"""What speculation gains: the same work with it and without, in turns, and what the best lengths would have given.
+
+Real texts on the model under measurement; on a random-weight shape, whose own text means nothing, the texts that the
+real model wrote are forced, so that its passes cost what they cost and its drafts are right as often as real ones.
+The two engines write the same tokens, which is checked, so that times can be compared.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal.bench.shapes import write_shape
+from shoal.bench.workloads import TEXT
+from shoal.config import EngineConfig
+from shoal.core.draft import Drafter
+from shoal.core.request import RequestSpec
+from shoal.core.sequence import Sequence as Tokens
+from shoal.engine.engine import Engine
+from shoal.engine.loading import make_runner, open_model
+from shoal.errors import BenchmarkError
+from shoal.models import Store
+from shoal.models.files import local_files
+from shoal.runners.base import Runner
+from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.types import Namespace, Request, Result, SamplingParams
+
+Tell = Callable[[str], None]
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the steps that are timed
+_FIXED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths that are held against ours
+_CONTEXT = 512  # tokens before the rows of a timed step
+_SHAPE, _FORMAT = "qwen3-0.6b", "q4_k_m"
+_ASKED = {
+    "copy": "Repeat the following text exactly, word for word, and write nothing else.\n\n{text}",
+    "edit": "Repeat the following text, but write HARBOUR in capital letters wherever it says harbour.\n\n{text}",
+    "summary": "Summarise the following text in bullet points. Quote its own words.\n\n{text}",
+    "story": "Write a long story about a {text}",
+}
+_HEROES = ("tailor", "ferryman", "cook", "mapmaker", "night watchman", "gardener", "bell founder", "clerk")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """So many streams of one task at once; `forced` on the random-weight shape. `bar` is times plain."""
+
+    task: str
+    streams: int
+    bar: float
+    forced: bool = False
+    output: int = 200
+    temperature: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"{self.task}, {self.streams}{' on ' + _SHAPE if self.forced else ''}"
+
+
+LEVELS = (
+    Level("copy", 1, 2.2),
+    Level("edit", 1, 1.8),
+    Level("summary", 1, 1.5),
+    Level("copy", 4, 1.2),
+    Level("copy", 8, 1.0),
+    Level("copy", 1, 2.4, forced=True),
+    Level("copy", 4, 1.4, forced=True),
+    Level("copy", 8, 1.1, forced=True),
+    Level("story", 1, 0.99, temperature=0.7),
+    Level("story", 8, 0.99, temperature=0.7),
+    Level("story", 32, 0.99, temperature=0.7, output=120),
+    Level("random tokens", 8, 0.99, temperature=100.0, output=100),
+)
+
+
+class Forced:
+    """A runner whose most likely token is always the next one of a text: what its passes cost, and no meaning.
+
+    `texts` holds, by prompt, what follows it.
+    """
+
+    def __init__(self, runner: Runner, texts: Mapping[tuple[int, ...], tuple[int, ...]]) -> None:
+        self._runner = runner
+        self.spec: ModelSpec = runner.spec
+        self.texts = texts
+        self._whole: dict[SeqId, tuple[int, ...]] = {}
+        self._fed: dict[SeqId, list[int]] = {}
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """As the runner under it."""
+        return self._runner.peak_bytes
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """One pass; each row's arg-max is replaced by the token of the text."""
+        output = self._runner.execute(plan)
+        argmax = {}
+        for item in plan.sequences:
+            if item.start == 0 and item.seq_id not in self._whole:
+                self._fed[item.seq_id] = []
+            if item.seq_id in self._fed:
+                self._fed[item.seq_id] += item.tokens
+            if item.want is not Want.ARGMAX:
+                continue
+            if item.seq_id not in self._whole:
+                prompt = tuple(self._fed.pop(item.seq_id))
+                self._whole[item.seq_id] = (*prompt, *self.texts[prompt])
+            whole, end = self._whole[item.seq_id], item.start + len(item.tokens)
+            argmax[item.seq_id] = tuple(whole[end - item.rows + 1 : end + 1])
+        return StepOutput(argmax, output.logits, output.top)
+
+    def release(self, seq_ids: Sequence[SeqId]) -> None:
+        """Forget these sequences."""
+        for seq_id in seq_ids:
+            self._whole.pop(seq_id, None)
+            self._fed.pop(seq_id, None)
+        self._runner.release(seq_ids)
+
+    def close(self) -> None:
+        """Close the runner under it."""
+        self._runner.close()
+
+
+@dataclass(slots=True)
+class Measured:
+    """A level's runs: seconds of the steps that only decode, with speculation and without."""
+
+    level: Level
+    seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    results: list[Result] = field(default_factory=list)  # of the last round, with speculation
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    steps: int = 0
+
+    @property
+    def gain(self) -> float:
+        """Times plain: the median over rounds, each held against the plain run beside it."""
+        return statistics.median(
+            plain / with_drafts for plain, with_drafts in zip(self.seconds[False], self.seconds[True], strict=True)
+        )
+
+
+class SpeculationBench:
+    """Two engines over one model, with and without speculation, and what they did."""
+
+    def __init__(self, model: str, runner: str, threads: int | None, tell: Tell) -> None:
+        self._store, self._tell = Store(), tell
+        self._settings: dict[str, Any] = {
+            "runner": runner,
+            "threads": threads,
+            "max_batch": 32,
+            "prefix_sharing": False,  # so that forced texts are known by their whole prompts
+        }
+        self._model = model
+        self._text = TEXT.read_text("utf-8")
+
+    def run(self, rounds: int, levels: Sequence[Level] = LEVELS) -> dict[str, Any]:
+        """Measure every level; its document, which `table` prints."""
+        found, costs = [], {}
+        engines = self._engines(partial(open_model, self._model), None)
+        try:
+            costs["model"] = step_costs(engines[True])
+            for level in levels:
+                if not level.forced:
+                    found.append(self._level(engines, level, rounds))
+            texts = self._texts(engines[False], [level for level in levels if level.forced], rounds)
+        finally:
+            _close(engines)
+        if any(level.forced for level in levels):
+            with tempfile.TemporaryDirectory() as folder:
+                path = write_shape(Path(folder) / "shape.gguf", _SHAPE, _FORMAT)
+                engines = self._engines(None, (path, texts))
+                try:
+                    costs["shape"] = step_costs(engines[True])
+                    found += [self._level(engines, level, rounds, texts) for level in levels if level.forced]
+                finally:
+                    _close(engines)
+        rows = [_document(measured, costs["shape" if measured.level.forced else "model"]) for measured in found]
+        return {"scenario": "speculation", "rounds": rounds, "costs_ms": costs, "levels": rows}
+
+    def _engines(self, opening: Callable[..., Any] | None, forced: Any) -> dict[bool, Engine]:
+        engines = {}
+        for on in (True, False):
+            config = EngineConfig.of(**self._settings, speculation=on)
+            if opening is not None:
+                opened = opening(config)
+                engines[on] = Engine(opened.make_runner, opened.codec, config)
+            else:
+                path, texts = forced
+                engines[on] = Engine(partial(_forced_runner, path, texts, config), None, config)
+        return engines
+
+    def _requests(self, level: Level, number: int) -> list[Request]:
+        """The requests of one round; no two rounds share a text or a namespace."""
+        rng = random.Random(f"{level.task} {level.streams} {number}")
+        space = Namespace(task=f"{level.name} {number}")
+        words = self._text.split()
+        requests = []
+        for stream in range(level.streams):
+            sampling = SamplingParams(max_tokens=level.output, temperature=level.temperature, seed=stream)
+            if level.task == "random tokens":
+                sampling = replace(sampling, ignore_eos=True)
+            at = rng.randrange(max(len(words) - 130, 1))
+            text = " ".join(words[at : at + 130])
+            if level.task == "story":
+                text = f"{rng.choice(_HEROES)} and {rng.choice(words)}."
+            asked = _ASKED.get(level.task, "{text}").format(text=text)
+            requests.append(Request(messages=[{"role": "user", "content": asked}], sampling=sampling, namespace=space))
+        return requests
+
+    def _texts(self, engine: Engine, levels: Sequence[Level], rounds: int) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """What the real model writes to the forced levels, by prompt."""
+        texts = {}
+        for level in levels:
+            for number in range(rounds):
+                requests = self._requests(level, number)
+                for request, result in zip(requests, engine.run(requests).results, strict=True):
+                    texts[tuple(engine.tokenize(request))] = (*result.tokens, 0)
+        return texts
+
+    def _level(
+        self,
+        engines: Mapping[bool, Engine],
+        level: Level,
+        rounds: int,
+        texts: Mapping[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> Measured:
+        measured = Measured(level)
+        for number in range(rounds):
+            requests = self._requests(level, number)
+            if texts is not None:
+                requests = [_forced(self._tokens(request), request, texts) for request in requests]
+            outputs = {}
+            for on in (True, False) if number % 2 else (False, True):
+                report = engines[on].run(requests)
+                for result in report.results:
+                    if result.error is not None:
+                        raise result.error
+                steps = [step for step in report.steps if step.decode_tokens and not step.prefill_tokens]
+                measured.seconds[on].append(sum(step.ms for step in steps) / 1e3)
+                outputs[on] = [result.tokens for result in report.results]
+                if on:
+                    measured.results, measured.steps = list(report.results), len(steps)
+                    measured.prompts = [tuple(engines[on].tokenize(request)) for request in requests]
+            if outputs[True] != outputs[False]:
+                raise BenchmarkError(f"{level.name}: what was written differs with speculation", value=number)
+        self._tell(f"{level.name}: {measured.gain:.2f} times plain, bar {level.bar}")
+        return measured
+
+    def _tokens(self, request: Request) -> tuple[int, ...]:
+        from shoal.engine.loading import ModelCodec
+        from shoal.models import load_tokenizer
+
+        codec = ModelCodec(load_tokenizer(self._store.resolve(self._model)))
+        assert request.messages is not None
+        return tuple(codec.encode_messages(request.messages))
+
+
+def _forced_runner(path: Path, texts: Mapping[tuple[int, ...], tuple[int, ...]], config: EngineConfig) -> Forced:
+    return Forced(make_runner(local_files("shape", path), config, Store(path.parent)), texts)
+
+
+def _forced(prompt: tuple[int, ...], request: Request, texts: Mapping[tuple[int, ...], tuple[int, ...]]) -> Request:
+    length = len(texts[prompt]) - 1
+    return replace(request, messages=None, prompt_tokens=prompt, sampling=SamplingParams(max_tokens=length))
+
+
+def _close(engines: Mapping[bool, Engine]) -> None:
+    for engine in engines.values():
+        engine.close()
+
+
+# -- what would have been best ------------------------------------------------------------------------------------
+
+
+def step_costs(engine: Engine, streams: Sequence[int] = (1, 4, 8, 32)) -> dict[str, dict[int, float]]:
+    """Milliseconds of a pass of so many rows, all arg-max, by streams: straight from the runner, the engine at rest."""
+    engine.suspend(drop_kv=True)
+    try:
+        return engine.call(lambda: {str(n): _costs(engine._loop.runner, n) for n in streams})
+    finally:
+        engine.resume()
+
+
+def _costs(runner: Runner, streams: int) -> dict[int, float]:
+    inner = runner._runner if isinstance(runner, Forced) else runner
+    size = inner.spec.block_size
+    each = -(-(_CONTEXT + 64) // size)
+    tables = [tuple(range(i * each, (i + 1) * each)) for i in range(streams)]
+    ids = [-1 - i for i in range(streams)]
+    for table, seq_id in zip(tables, ids, strict=True):
+        inner.execute(StepPlan(0, (ScheduledSequence(seq_id, (5,) * _CONTEXT, 0, table, Want.NOTHING),)))
+    found = {}
+    for rows in _ROWS:
+        if rows < streams:
+            continue
+        counts = [rows // streams + (i < rows % streams) for i in range(streams)]
+        plan = StepPlan(
+            0,
+            tuple(
+                ScheduledSequence(i, (5,) * n, _CONTEXT, t, Want.ARGMAX, n, rows=n)
+                for i, n, t in zip(ids, counts, tables, strict=True)
+            ),
+        )
+        times = []
+        for _ in range(9):
+            begin = time.perf_counter()
+            inner.execute(plan)
+            times.append((time.perf_counter() - begin) * 1e3)
+        found[rows] = statistics.median(times)
+    inner.release(ids)
+    return found
+
+
+def _cost_of(costs: Mapping[int, float], rows: int) -> float:
+    """A straight line between the measured numbers of rows."""
+    known = sorted(costs)
+    if rows in costs:
+        return costs[rows]
+    if rows > known[-1]:
+        return costs[known[-1]] * rows / known[-1]
+    above = next(i for i, n in enumerate(known) if n > rows)
+    low, high = known[above - 1], known[above]
+    return costs[low] + (costs[high] - costs[low]) * (rows - low) / (high - low)
+
+
+def proposals(prompt: Sequence[int], output: Sequence[int]) -> list[tuple[int, int]]:
+    """At each output token but the first: how many tokens a draft there could have, and how many of those are right."""
+    drafter, found = Drafter(), []
+    spec = RequestSpec(prompt=tuple(prompt), sampling=SamplingParams(max_tokens=len(output) + 1))
+    seq = Tokens(1, spec)
+    for at, token in enumerate(output[:-1]):
+        seq.tokens.append(token)
+        drafter.follow(seq)
+        draft = seq.draft
+        assert draft is not None
+        coming = draft.source.tokens[draft.at : draft.at + _FIXED[-1]] if draft.at >= 0 else ()
+        right = 0
+        while right < len(coming) and at + 1 + right < len(output) and coming[right] == output[at + 1 + right]:
+            right += 1
+        found.append((len(coming), right))
+    return found
+
+
+def fixed_length_ms(each: Sequence[Sequence[tuple[int, int]]], length: int, costs: Mapping[int, float]) -> float:
+    """Time of all passes when every stream drafts `length` tokens wherever its drafter has so many."""
+    places, total = [0] * len(each), 0.0
+    while any(at < len(found) for at, found in zip(places, each, strict=True)):
+        rows = 0
+        for i, found in enumerate(each):
+            if places[i] < len(found):
+                there, right = found[places[i]]
+                rows += 1 + min(length, there)
+                places[i] += 1 + min(length, right)
+        total += _cost_of(costs, rows)
+    return total
+
+
+def hindsight_ms(found: Sequence[tuple[int, int]], costs: Mapping[int, float]) -> float:
+    """Time of the passes of one stream when each draft is as long as is best for the whole output: no wrong token."""
+    best = [0.0] * (len(found) + 1)
+    for at in range(len(found) - 1, -1, -1):
+        lengths = range(min(found[at][1], len(found) - at - 1) + 1)
+        best[at] = min(_cost_of(costs, 1 + n) + best[at + 1 + n] for n in lengths)
+    return best[0]
+
+
+def _document(measured: Measured, costs: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+    level = measured.level
+    receipts = [result.receipt for result in measured.results]
+    each = [proposals(p, r.tokens) for p, r in zip(measured.prompts, measured.results, strict=True)]
+    known = costs[str(level.streams)]
+    plain = fixed_length_ms(each, 0, known)
+    fixed = {n: plain / fixed_length_ms(each, n, known) for n in _FIXED}
+    written = sum(len(found) for found in each)
+    accepted = sum(receipt.accepted for receipt in receipts)
+    return {
+        "level": level.name,
+        "bar": level.bar,
+        "gain": measured.gain,
+        "plain_s": measured.seconds[False],
+        "drafting_s": measured.seconds[True],
+        "drafted": sum(receipt.drafted for receipt in receipts),
+        "accepted": accepted,
+        "tokens_a_pass": written / max(written - accepted, 1),
+        "best_fixed": max(fixed.values()),
+        "best_fixed_length": max(fixed, key=lambda n: fixed[n]),
+        "hindsight": plain / hindsight_ms(each[0], known) if level.streams == 1 else None,
+    }
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """The figures for people."""
+    lines = [
+        f"{'workload, streams':28}{'times plain':>12}{'bar':>6}{'tokens a pass':>15}{'drafted':>9}{'right':>7}"
+        f"{'best fixed length':>19}{'hindsight':>11}"
+    ]
+    for row in document["levels"]:
+        best = f"{row['best_fixed']:.2f} ({row['best_fixed_length']})"
+        hindsight = "" if row["hindsight"] is None else f"{row['hindsight']:.2f}"
+        lines.append(
+            f"{row['level']:28}{row['gain']:12.2f}{row['bar']:6}{row['tokens_a_pass']:15.2f}{row['drafted']:9}"
+            f"{row['accepted']:7}{best:>19}{hindsight:>11}"
+        )
+    for name, costs in document["costs_ms"].items():
+        for streams, times in costs.items():
+            shown = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in times.items())
+            lines.append(f"ms a pass of the {name}, {streams} streams, by rows: {shown}")
+    return "\n".join(lines)

@@ -1,0 +1,123 @@
+"""Which replicas hold which blocks: a block's hash to a set of replicas, as the bits of a number.
+
+A replica holds a block only together with all blocks before it, so along a prompt these sets shrink, and where they
+change is found by halving.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from shoal.core.journal import BlockHash
+
+
+class HeldIndex:
+    """What replicas are known to hold, and what they were promised to be given.
+
+    Replicas are slots, numbers from 0. A promise says that a request with these blocks is on its way to a slot; it
+    counts as held until it ends, for events come later than the next request. At most `limit` blocks are kept per slot:
+    of one that tells of more, those are ignored.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._held: dict[BlockHash, int] = {}
+        self._promised: dict[BlockHash, int] = {}
+        self._ends: deque[tuple[float, int, Sequence[BlockHash]]] = deque()
+        self._count: dict[int, int] = {}
+        self._bits: dict[int, int] = {}  # one number object per slot, shared by all blocks that it alone holds
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def count(self, slot: int) -> int:
+        """How many blocks a slot holds, promises aside."""
+        return self._count.get(slot, 0)
+
+    def add(self, slot: int, hashes: Sequence[BlockHash]) -> None:
+        """A slot holds these blocks from now on."""
+        bit, held, count = self._bit(slot), self._held, self._count.get(slot, 0)
+        for value in hashes:
+            mask = held.get(value)
+            if mask is None:
+                if count >= self.limit:
+                    break
+                held[value] = bit
+                count += 1
+            elif not mask & bit:
+                held[value] = mask | bit
+                count += 1
+        self._count[slot] = count
+
+    def remove(self, slot: int, hashes: Sequence[BlockHash]) -> None:
+        """A slot holds these no more; what it did not hold does not matter."""
+        bit, held, count = self._bit(slot), self._held, self._count.get(slot, 0)
+        for value in hashes:
+            mask = held.get(value, 0)
+            if mask & bit:
+                count -= 1
+                self._leave(held, value, mask, bit)
+        self._count[slot] = count
+
+    def clear(self, slot: int) -> None:
+        """A slot holds nothing; looks at every block of all slots."""
+        bit = self._bit(slot)
+        for index in (self._held, self._promised):
+            for value in [value for value, mask in index.items() if mask & bit]:
+                self._leave(index, value, index[value], bit)
+        self._count.pop(slot, None)
+
+    def promise(self, slot: int, hashes: Sequence[BlockHash], until: float) -> None:
+        """These blocks will come to a slot; takes the place of events up to the time `until`."""
+        bit, promised = self._bit(slot), self._promised
+        for value in hashes:
+            promised[value] = promised.get(value, 0) | bit
+        self._ends.append((until, slot, hashes))
+
+    def expire(self, now: float) -> None:
+        """Forget promises that end before `now`; they are made in the order of their ends."""
+        while self._ends and self._ends[0][0] < now:
+            _, slot, hashes = self._ends.popleft()
+            bit = self._bit(slot)
+            for value in hashes:
+                mask = self._promised.get(value, 0)
+                if mask & bit:
+                    self._leave(self._promised, value, mask, bit)
+
+    def _bit(self, slot: int) -> int:
+        return self._bits.setdefault(slot, 1 << slot)
+
+    def _leave(self, index: dict[BlockHash, int], value: BlockHash, mask: int, bit: int) -> None:
+        mask &= ~bit
+        if not mask:
+            del index[value]
+        elif mask & (mask - 1):
+            index[value] = mask
+        else:
+            index[value] = self._bit(mask.bit_length() - 1)
+
+    def depths(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
+        """How many of a prompt's blocks are held, and by whom: (blocks, bits of slots), the fewest first.
+
+        A slot is in one entry at most, that of the longest beginning that it holds.
+        """
+        held, promised = self._held, self._promised
+        end = len(hashes)
+        found: list[tuple[int, int]] = []
+        first = held.get(hashes[0], 0) | promised.get(hashes[0], 0) if hashes else 0
+        stack = [(0, first, end, 0)]
+        while stack:
+            low, at_low, high, at_high = stack.pop()
+            if at_low == at_high:
+                continue
+            if high - low == 1:
+                found.append((high, at_low & ~at_high))
+                continue
+            middle = (low + high) // 2
+            value = hashes[middle]
+            # What is not held at `low` is not held behind it, whatever late events say.
+            at_middle = (held.get(value, 0) | promised.get(value, 0)) & at_low
+            stack.append((middle, at_middle, high, at_high & at_middle))
+            stack.append((low, at_low, middle, at_middle))
+        return found

@@ -1,0 +1,236 @@
+"""The choice of a replica for a request: who holds the longest beginning of it, against who has how much to do.
+
+Pure and without a clock of its own, so that it runs under Ray, at a door and in the simulation alike.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.cluster.held import HeldIndex
+from shoal.core.journal import BlockHash, Removed, Stored
+from shoal.engine.feed import BlockBatch
+
+_KEYS = 65_536  # sessions whose replica is remembered
+_FRESH_S = 1.0  # a report of load that is older says nothing of now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What a choice weighs, in tokens of prompt to compute.
+
+    recompute: what one token costs that a replica would have to compute though another holds it; above 1, for that work
+    also delays others and its KV displaces what else is cached. running: what a token in the context of a request that
+    runs there costs. promise_s: how long a request that was sent counts as held where it went, until events say so.
+    max_blocks: the most blocks noted per replica.
+    """
+
+    recompute: float = 2.0
+    running: float = 0.02
+    promise_s: float = 10.0
+    max_blocks: int = 2**20
+
+
+@dataclass(slots=True)
+class Route:
+    """Where a request was sent. `held` of its tokens are expected to be there; `new` are to be computed."""
+
+    replica: str
+    slot: int
+    held: int
+    new: int
+    running: int = 0
+    open: bool = True
+
+
+class Router:
+    """Chooses among replicas by name. One thread; `now` is on any clock that does not go back.
+
+    Fed by the replicas' batches of block changes (`apply`) and by what it is told of its own requests (`started`,
+    `ended`). Between events it goes by its own promises, so late or lost events cost hits and never answers.
+    """
+
+    def __init__(self, block_size: int, config: RouterConfig | None = None) -> None:
+        self.block_size = block_size
+        self.config = config or RouterConfig()
+        self.index = HeldIndex(self.config.max_blocks)
+        self.escapes = 0  # requests that were sent away from who holds most, since it had too much to do
+        self._slots: dict[str, int] = {}
+        self._names: list[str | None] = []
+        self._seqs: dict[str, int] = {}
+        self._keys: OrderedDict[str, str] = OrderedDict()
+        self._turn = 0
+        self._queued = self._running = self._others = self._excess = np.zeros(0)
+        self._usable = np.zeros(0, bool)
+        self._grow(8)
+
+    def _grow(self, size: int) -> None:
+        more = size - len(self._names)
+        self._names += [None] * more
+        # Tokens of our requests whose first token has not come; contexts of those that write; what a replica has to do
+        # for others, and what it said of that last.
+        self._queued, self._running, self._others, self._excess = (
+            np.concatenate([loads, np.zeros(more)])
+            for loads in (self._queued, self._running, self._others, self._excess)
+        )
+        self._usable = np.concatenate([self._usable, np.zeros(more, bool)])
+
+    # -- replicas -----------------------------------------------------------------------------------------------
+
+    def add(self, replica: str) -> None:
+        """A replica takes requests. Nothing is known of what it holds."""
+        if replica in self._slots:
+            return
+        if None not in self._names:
+            self._grow(2 * len(self._names))
+        slot = self._names.index(None)
+        self._names[slot] = replica
+        self._slots[replica] = slot
+        self._usable[slot] = True
+
+    def remove(self, replica: str) -> None:
+        """A replica is gone, and all it held."""
+        slot = self._slots.pop(replica, None)
+        if slot is None:
+            return
+        self.index.clear(slot)
+        self._names[slot] = None
+        self._seqs.pop(replica, None)
+        for loads in (self._queued, self._running, self._others, self._excess):
+            loads[slot] = 0
+        self._usable[slot] = False
+
+    def use(self, replica: str, usable: bool) -> None:
+        """Send a replica no requests for a while, or again; what it holds stays known."""
+        slot = self._slots.get(replica)
+        if slot is not None:
+            self._usable[slot] = usable
+
+    @property
+    def replicas(self) -> list[str]:
+        """Those that are known."""
+        return list(self._slots)
+
+    def held_blocks(self, replica: str) -> int:
+        """How many blocks a replica is known to hold."""
+        return self.index.count(self._slots[replica])
+
+    # -- what they tell -----------------------------------------------------------------------------------------
+
+    def apply(self, replica: str, batch: BlockBatch, *, snapshot: bool = False, now: float | None = None) -> bool:
+        """Take a batch in. False, and nothing is changed, where some before it are missing: ask for a snapshot.
+
+        `now` is on the clock of `batch.time_s`, to tell how old its load is; None: too old.
+        """
+        slot = self._slots.get(replica)
+        if slot is None:
+            return True
+        if not snapshot and self._seqs.get(replica) != batch.seq - 1:
+            return False
+        self._seqs[replica] = batch.seq
+        for change in batch.changes:
+            if isinstance(change, Stored):
+                self.index.add(slot, change.hashes)
+            elif isinstance(change, Removed):
+                self.index.remove(slot, change.hashes)
+            else:
+                self.index.clear(slot)
+        if now is not None and now - batch.time_s < _FRESH_S:
+            # What it has to do beyond what we sent: only when it says so twice, for our own may be on their way.
+            excess = max(batch.queued_tokens - float(self._queued[slot]), 0.0)
+            self._others[slot] = min(excess, float(self._excess[slot]))
+            self._excess[slot] = excess
+        return True
+
+    def seq(self, replica: str) -> int | None:
+        """The number of the last batch of a replica that was taken in."""
+        return self._seqs.get(replica)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def route(
+        self, hashes: Sequence[BlockHash], tokens: int, now: float, *, key: str = "", without: Collection[str] = ()
+    ) -> Route | None:
+        """Where a prompt of `tokens` tokens goes, whose full blocks have these hashes; None when nobody takes any.
+
+        `key` names a session, that is best kept together; `without` are replicas that are not to be asked.
+        """
+        self.index.expire(now)
+        weigh, size = self.config, self.block_size
+        held = np.zeros(len(self._names))
+        most = 0
+        for blocks, slots in self.index.depths(hashes):
+            most = min(blocks * size, tokens - 1)
+            held[_bits(slots, len(held))] = most
+        cost = weigh.recompute * (tokens - held) + self._queued + self._others + weigh.running * self._running
+        if key:
+            slot = self._slots.get(self._keys.get(key, ""))
+            if slot is not None:
+                cost[slot] -= weigh.recompute * size
+        cost[~self._usable] = np.inf
+        for name in without:
+            if name in self._slots:
+                cost[self._slots[name]] = np.inf
+        slot = self._least(cost)
+        if slot is None:
+            return None
+        return self._send(slot, hashes, tokens, int(held[slot]), most, now, key)
+
+    def _least(self, cost: NDArray[np.float64]) -> int | None:
+        """The cheapest slot; among equals each in its turn."""
+        self._turn = (self._turn + 1) % len(cost)
+        turn = self._turn
+        after = int(cost[turn:].argmin()) + turn
+        before = int(cost[:turn].argmin()) if turn else after
+        slot = before if cost[before] < cost[after] else after
+        return slot if cost[slot] < np.inf else None
+
+    def _send(
+        self, slot: int, hashes: Sequence[BlockHash], tokens: int, held: int, most: int, now: float, key: str
+    ) -> Route:
+        name = self._names[slot]
+        assert name is not None
+        self.escapes += held < most
+        route = Route(name, slot, held, tokens - held)
+        self._queued[slot] += route.new
+        self.index.promise(slot, hashes[held // self.block_size :], now + self.config.promise_s)
+        if key:
+            self._keys[key] = name
+            self._keys.move_to_end(key)
+            if len(self._keys) > _KEYS:
+                self._keys.popitem(last=False)
+        return route
+
+    def started(self, route: Route) -> None:
+        """The first token of a request has come: its prompt is computed."""
+        if route.open and not route.running and self._is_there(route):
+            self._queued[route.slot] -= route.new
+            route.running = route.held + route.new
+            self._running[route.slot] += route.running
+
+    def ended(self, route: Route) -> None:
+        """A request has ended, however. Twice does no harm."""
+        if route.open and self._is_there(route):
+            if route.running:
+                self._running[route.slot] -= route.running
+            else:
+                self._queued[route.slot] -= route.new
+        route.open = False
+
+    def _is_there(self, route: Route) -> bool:
+        return self._slots.get(route.replica) == route.slot
+
+    def load(self, replica: str) -> tuple[int, int]:
+        """Tokens queued at a replica and running there, as far as is known here."""
+        slot = self._slots[replica]
+        return int(self._queued[slot] + self._others[slot]), int(self._running[slot])
+
+
+def _bits(mask: int, size: int) -> NDArray[np.bool_]:
+    raw = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(raw, count=size, bitorder="little").astype(bool)

@@ -1,0 +1,144 @@
+"""What the simulation sends: tenants with long prefixes of their own, and agents that go on turn by turn."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoal.core.journal import BlockHash, content_hashes
+from shoal.types import Namespace
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One request. `hashes` are of its prompt's full blocks."""
+
+    number: int
+    prompt: tuple[int, ...]
+    output: int
+    hashes: list[BlockHash]
+    session: str = ""
+    turn: int = 0
+    arrived: float = 0.0
+    first: float = 0.0
+
+
+class Traffic(ABC):
+    """Calls that come by themselves, and calls that follow others."""
+
+    @abstractmethod
+    def arrivals(self) -> Iterator[tuple[float, Arrival]]:
+        """When calls come, in order, in seconds."""
+
+    def after(self, call: Arrival, tokens: Sequence[int]) -> tuple[float, Arrival] | None:
+        """What follows a call that has ended with these tokens, and after how many seconds."""
+        del call, tokens
+        return None
+
+
+class TenantCalls(Traffic):
+    """`tenants` prefixes, all as popular; calls at `rate` a second, each a prefix with a question of its own."""
+
+    def __init__(
+        self,
+        calls: int,
+        rate: float,
+        block_size: int,
+        *,
+        tenants: int = 150,
+        prefix: int = 6000,
+        question: int = 1200,
+        output: int = 100,
+        seed: int = 0,
+    ) -> None:
+        self.calls = calls
+        self.rate = rate
+        self.question = question
+        self.output = output
+        self.block_size = block_size
+        self._random = random.Random(seed)
+        self.prefixes = Prefixes(tenants, prefix, block_size)
+
+    def arrivals(self) -> Iterator[tuple[float, Arrival]]:
+        """As a Poisson process."""
+        now = 0.0
+        for number in range(self.calls):
+            now += self._random.expovariate(self.rate)
+            tenant = self._random.randrange(len(self.prefixes))
+            prompt, hashes = self.prefixes.extend(tenant, fresh(number, self.question))
+            yield now, Arrival(number, prompt, self.output, hashes)
+
+
+class AgentTurns(Traffic):
+    """`agents` conversations of `turns` turns over the tenants' prefixes; each turn's prompt is all that was before.
+
+    They begin one after another within `spread_s`; between two turns a tool takes `pause_s` on the average.
+    """
+
+    def __init__(
+        self,
+        agents: int,
+        spread_s: float,
+        block_size: int,
+        *,
+        tenants: int = 150,
+        prefix: int = 6000,
+        turns: int = 40,
+        result: int = 200,
+        output: int = 60,
+        pause_s: float = 2.0,
+        seed: int = 0,
+    ) -> None:
+        self.agents = agents
+        self.spread_s = spread_s
+        self.turns = turns
+        self.result = result
+        self.output = output
+        self.pause_s = pause_s
+        self.block_size = block_size
+        self._random = random.Random(seed)
+        self.prefixes = Prefixes(tenants, prefix, block_size)
+
+    def arrivals(self) -> Iterator[tuple[float, Arrival]]:
+        """The first turns."""
+        for agent in range(self.agents):
+            tenant = self._random.randrange(len(self.prefixes))
+            prompt, hashes = self.prefixes.extend(tenant, fresh(agent * self.turns, self.result))
+            yield (
+                agent * self.spread_s / self.agents,
+                Arrival(agent * self.turns, prompt, self.output, hashes, str(agent)),
+            )
+
+    def after(self, call: Arrival, tokens: Sequence[int]) -> tuple[float, Arrival] | None:
+        """The next turn."""
+        if call.turn + 1 == self.turns:
+            return None
+        prompt = (*tokens, *fresh(call.number + 1, self.result))
+        hashes = content_hashes(prompt, Namespace(), self.block_size, call.hashes)
+        pause_s = self._random.expovariate(1 / self.pause_s)
+        return pause_s, Arrival(call.number + 1, prompt, self.output, hashes, call.session, call.turn + 1)
+
+
+class Prefixes:
+    """The tenants' prefixes, and their hashes, made once."""
+
+    def __init__(self, count: int, length: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._tokens = [tuple(range(tenant * length, (tenant + 1) * length)) for tenant in range(count)]
+        self._hashes = [content_hashes(tokens, Namespace(), block_size) for tokens in self._tokens]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tenant: int, more: Sequence[int]) -> tuple[tuple[int, ...], list[BlockHash]]:
+        """A prompt that begins with a tenant's prefix, and its hashes."""
+        prompt = (*self._tokens[tenant], *more)
+        return prompt, content_hashes(prompt, Namespace(), self._block_size, self._hashes[tenant])
+
+
+def fresh(number: int, length: int) -> range:
+    """Tokens that no prefix and no other call has."""
+    begin = 10_000_000 + number * 4096
+    return range(begin, begin + length)

@@ -1,0 +1,253 @@
+"""Speculation: which tokens a decoding sequence may write next, and how many of them are worth a pass.
+
+Sampling draws each token by (seed, position), and logits are the same bits in any chunk. So a draft is right exactly
+when it is the token that would have been drawn: it is fed behind the sequence's last token, and what the pass gives
+after each of them is chosen from as if it had come one by one, up to the first that differs. The rejected rest is
+behind again. Nothing of a request's output depends on what is drafted here, only when it comes.
+
+A draft is read off a text at the place that looks like the end of the sequence: its own prompt and output, the output
+a caller predicted, or what others of the same namespace wrote. Everything here follows from the scheduler's commands.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from shoal.core.suffixes import LONGEST, Suffixes
+
+if TYPE_CHECKING:
+    from shoal.core.sequence import Sequence
+    from shoal.runners.plan import ModelSpec
+    from shoal.types import Namespace
+
+_PART = 1 << 14  # tokens of one part of a history, which has two
+_TOTAL = 1 << 19  # tokens of all histories
+_NAMESPACES = 1024  # that have one
+_GIVEN_AT_ONCE = 64  # output tokens after which a running sequence's text is within reach of others
+_LEAST_GAIN = 1.02  # tokens a second with drafts, against without: below that it is left
+_HOPELESS = 0.9  # of the best so far: more rows, which cost in jumps, do not make up for that
+_LEAST_CHANCE = 0.05  # of a drafted token: what is less likely to count is not looked at
+_PRIOR = 6.0  # observations that what is known of all sequences counts for in one of them
+
+_OWN, _HISTORY, _PREDICTION = range(3)  # where a draft is from
+_BUCKET = (0, 0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 6)  # of lengths of agreement
+_BUCKETS = _BUCKET[-1] + 1
+_FIRST = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # chance that the next token is right, before anything was seen
+
+
+def why_not(spec: ModelSpec) -> str | None:
+    """Why a model's sequences are not drafted for; None when they are."""
+    if not spec.exact:
+        return "its logits are not the same bits in any company, so a drafted token could differ from a plain one"
+    if spec.recurrent:
+        return "its recurrent state cannot be taken back behind a token that was drafted wrongly"
+    if spec.max_rows < 2:
+        return "its runner gives the logits after the last token only"
+    if spec.lookahead:
+        return "its runner begins the next step itself, before this one's tokens are chosen"
+    return None
+
+
+class Odds:
+    """How often the next token was what a text said it would be, by how much of the end agreed, and where it was from.
+
+    Older observations count less: `memory` is the share that is left of one after the next in its bucket.
+    """
+
+    __slots__ = ("_memory", "hits", "seen")
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self.hits = [0.0] * (3 * _BUCKETS)
+        self.seen = [0.0] * (3 * _BUCKETS)
+
+    def note(self, bucket: int, right: bool) -> None:
+        """One more observation."""
+        memory = self._memory
+        self.hits[bucket] = self.hits[bucket] * memory + right
+        self.seen[bucket] = self.seen[bucket] * memory + 1.0
+
+
+class NamespaceText:
+    """What was written in one namespace: the last `_PART` tokens or more, at most twice that."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self) -> None:
+        self.parts = [Suffixes()]  # the newest first
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def add(self, tokens: Seq[int]) -> None:
+        """A piece of text; at most one part's worth of it is kept."""
+        if len(self.parts[0]) + len(tokens) > _PART:
+            self.parts = [Suffixes(), self.parts[0]]
+        self.parts[0].extend(tokens[-_PART:])
+
+
+class Draft:
+    """One sequence's drafter: its text so far, and the place in some text where the next token is expected.
+
+    Invariant: `at` is -1, or the place of a token in `source` before which `length` tokens agree with the sequence's
+    end (LONGEST: at least so many). It sees its own text and the history of its namespace, no other.
+    """
+
+    __slots__ = (
+        "at", "foretold", "given", "history", "kind", "length", "odds", "own", "predicted", "source", "taken",
+    )  # fmt: skip
+
+    def __init__(self, seq: Sequence, history: NamespaceText) -> None:
+        predicted = seq.spec.predicted
+        self.own = Suffixes((*predicted, *seq.spec.prompt))
+        self.predicted = len(predicted)
+        self.history = history
+        self.odds = Odds(0.96)
+        self.foretold = 0  # output tokens that stood in the prediction where they were expected
+        self.taken = self.given = seq.prompt_len  # tokens of the sequence in `own`, and in the history
+        self.source = self.own
+        self.at, self.length, self.kind = (0, LONGEST, _PREDICTION) if predicted else (-1, 0, _OWN)
+        if not predicted:
+            self._look()
+
+    def _look(self) -> None:
+        """Find where the end of the text was before: where most agrees, of equals in the own text."""
+        own = self.own
+        self.source, (self.at, self.length) = own, own.find(own)
+        self.kind = _PREDICTION if self.at < self.predicted else _OWN
+        for part in self.history.parts:
+            if part.tokens:
+                at, length = part.find(own)
+                if length > self.length:
+                    self.source, self.at, self.length, self.kind = part, at, length, _HISTORY
+
+    def follow(self, tokens: Seq[int], odds: Odds) -> None:
+        """Take in what the sequence wrote; `odds` are those of all sequences."""
+        own, mine = self.own, self.odds
+        for token in tokens:
+            at, right = self.at, False
+            if at >= 0:
+                right = self.source.tokens[at] == token
+                bucket = self.kind * _BUCKETS + _BUCKET[self.length]
+                mine.note(bucket, right)
+                odds.note(bucket, right)
+            own.append(token)
+            if not right:
+                self._look()
+                continue
+            self.at = at = at + 1
+            self.length += self.length < LONGEST
+            if self.kind == _PREDICTION:
+                self.foretold += 1
+                if at >= self.predicted:  # it went over the prediction's end
+                    self._look()
+            elif at >= len(self.source.tokens):
+                self._look()
+        self.taken += len(tokens)
+
+    def chance(self, depth: int, odds: Odds) -> float:
+        """How likely the drafted token `depth` (0: the first) is right when those before it are."""
+        length = self.length + depth
+        bucket = _BUCKET[length if length < LONGEST else LONGEST]
+        first = _FIRST[bucket]
+        bucket += self.kind * _BUCKETS
+        known = (odds.hits[bucket] + 2 * first) / (odds.seen[bucket] + 2)
+        own = self.odds
+        return (own.hits[bucket] + _PRIOR * known) / (own.seen[bucket] + _PRIOR)
+
+
+class Drafter:
+    """Keeps what drafts are read from, and says who drafts how much.
+
+    Invariant: a sequence's `draft` refers to its own text and to the history of its namespace; histories are found by
+    the namespace and nothing else, so text of another is out of reach. Memory: at most 36 bytes for each token of a
+    running request, and for each of at most `_TOTAL` tokens that were written.
+    """
+
+    def __init__(self) -> None:
+        self._odds = Odds(0.998)
+        self._histories: OrderedDict[Namespace, NamespaceText] = OrderedDict()
+        self._held = 0  # tokens of them all
+
+    def follow(self, seq: Sequence) -> None:
+        """A sequence wrote tokens."""
+        draft = seq.draft
+        if draft is None:
+            history = self._history(seq.spec.namespace)
+            draft = seq.draft = Draft(seq, history)
+        draft.follow(seq.tokens[draft.taken :], self._odds)
+        if draft.taken - draft.given >= _GIVEN_AT_ONCE:
+            self._give(seq, draft)
+
+    def leave(self, seq: Sequence) -> None:
+        """A sequence ended: what it wrote is its namespace's, its own text goes."""
+        if seq.draft is not None:
+            self._give(seq, seq.draft)
+            seq.foretold, seq.draft = seq.draft.foretold, None
+
+    def _give(self, seq: Sequence, draft: Draft) -> None:
+        begin = max(draft.given - LONGEST, seq.prompt_len)  # so that a place in the seam is found
+        before = len(draft.history)
+        draft.history.add(seq.tokens[begin : draft.taken])
+        draft.given = draft.taken
+        if self._histories.get(seq.spec.namespace) is draft.history:
+            self._held += len(draft.history) - before
+
+    def _history(self, namespace: Namespace) -> NamespaceText:
+        """The history of a namespace, which becomes the last to go when there are too many."""
+        histories = self._histories
+        history = histories.get(namespace)
+        if history is None:
+            history = histories[namespace] = NamespaceText()
+        histories.move_to_end(namespace)
+        while len(histories) > 1 and (self._held > _TOTAL or len(histories) > _NAMESPACES):
+            self._held -= len(histories.popitem(last=False)[1])
+        return history
+
+    def choose(
+        self, rows: Seq[tuple[Sequence, int]], most: int, most_ms: float, ms: Callable[[int], float]
+    ) -> list[int]:
+        """How many tokens to draft for each of the decoding sequences, that tokens a second are the most.
+
+        `rows` has each with the most that may be drafted for it; `most` is the limit of them all. `ms` tells what a
+        step of so many rows takes; drafts may not bring it above `most_ms`. Those most likely to gain come first.
+        """
+        counts = [0] * len(rows)
+        waiting = []
+        for number, (seq, limit) in enumerate(rows):
+            draft = seq.draft
+            if draft is not None and draft.at >= 0 and limit > 0:
+                waiting.append((-draft.chance(0, self._odds), number, 0))
+        if not waiting:
+            return counts
+        heapq.heapify(waiting)
+        taken: list[int] = []
+        tokens, best_at = float(len(rows)), 0
+        best = _LEAST_GAIN * tokens / ms(len(rows))
+        while waiting and len(taken) < most:
+            chance, number, depth = waiting[0]
+            step_ms = ms(len(rows) + len(taken) + 1)
+            if -chance < _LEAST_CHANCE or step_ms > most_ms:
+                break
+            tokens -= chance
+            taken.append(number)
+            rate = tokens / step_ms
+            if rate > best:
+                best, best_at = rate, len(taken)
+            elif rate < _HOPELESS * best:
+                break
+            seq, limit = rows[number]
+            draft = seq.draft
+            assert draft is not None
+            limit = min(limit, len(draft.source.tokens) - draft.at)
+            if depth + 1 < limit:
+                heapq.heapreplace(waiting, (chance * draft.chance(depth + 1, self._odds), number, depth + 1))
+            else:
+                heapq.heappop(waiting)
+        for number in taken[:best_at]:
+            counts[number] += 1
+        return counts

@@ -1,0 +1,185 @@
+"""Who gets a request: the longest beginning held, against what there is to do; late and lost events cost hits only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from shoal.cluster.held import HeldIndex
+from shoal.cluster.router import Route, Router, RouterConfig
+from shoal.core.journal import Change, Cleared, Removed, Stored, content_hashes
+from shoal.engine.feed import BlockBatch
+from shoal.types import Namespace
+
+SIZE = 4
+
+
+def hashes(tokens: Sequence[int]) -> list[int]:
+    return content_hashes(tokens, Namespace(), SIZE)
+
+
+def batch(seq: int, *changes: Change, queued: int = 0, time_s: float = 0.0) -> BlockBatch:
+    return BlockBatch(seq, time_s, changes, queued, 0)
+
+
+def stored(tokens: Sequence[int]) -> Stored:
+    return Stored(None, tuple(hashes(tokens)), ())
+
+
+def router(*names: str, **config: float) -> Router:
+    made = Router(SIZE, RouterConfig(**config))  # type: ignore[arg-type]
+    for name in names:
+        made.add(name)
+        assert made.apply(name, batch(0, Cleared()), snapshot=True)
+    return made
+
+
+def route(to: Router, tokens: Sequence[int], now: float = 0.0, **options: object) -> Route:
+    chosen = to.route(hashes(tokens), len(tokens), now, **options)  # type: ignore[arg-type]
+    assert chosen is not None
+    return chosen
+
+
+PROMPT = list(range(21))
+
+
+def test_who_holds_the_longest_beginning_gets_the_request() -> None:
+    to = router("a", "b", "c")
+    to.apply("b", batch(1, stored(PROMPT[:8])))
+    to.apply("c", batch(1, stored(PROMPT[:16])))
+    chosen = route(to, PROMPT)
+    assert (chosen.replica, chosen.held, chosen.new) == ("c", 16, 5)
+    to.apply("c", batch(2, Removed(tuple(hashes(PROMPT)[2:4]))))
+    to.ended(chosen)
+    assert route(to, PROMPT, 100.0).held == 8
+
+
+def test_what_a_request_must_compute_is_never_nothing() -> None:
+    to = router("a")
+    to.apply("a", batch(1, stored(PROMPT[:20])))
+    assert route(to, PROMPT[:20]).new == 1
+
+
+def test_a_holder_with_too_much_to_do_is_escaped() -> None:
+    to = router("a", "b", recompute=2.0)
+    to.apply("a", batch(1, stored(PROMPT[:20])))
+    first = [route(to, [*PROMPT[:20], *range(100 + n, 130 + n)]) for n in range(6)]
+    assert first[0].replica == "a"
+    assert {chosen.replica for chosen in first} == {"a", "b"}
+    assert to.escapes >= 1
+
+
+def test_a_running_request_weighs_less_than_a_waiting_one_and_an_ended_one_nothing() -> None:
+    to = router("a")
+    chosen = route(to, PROMPT)
+    assert to.load("a") == (21, 0)
+    to.started(chosen)
+    to.started(chosen)
+    assert to.load("a") == (0, 21)
+    to.ended(chosen)
+    to.ended(chosen)
+    assert to.load("a") == (0, 0)
+
+
+def test_siblings_that_come_before_any_event_go_where_the_first_went() -> None:
+    to = router("a", "b", "c")
+    trunk = list(range(400))
+    assert len({route(to, [*trunk, n]).replica for n in range(3)}) == 1
+    assert (
+        len({route(to, [*trunk, n], 60.0).replica for n in range(50, 53)}) == 1
+    )  # the promise has ended; they agree anew
+
+
+def test_a_gap_is_seen_and_a_snapshot_mends_it() -> None:
+    to = router("a", "b")
+    assert to.apply("a", batch(1, stored(PROMPT[:8])))
+    assert not to.apply("a", batch(3, stored(PROMPT[:16])))
+    assert to.seq("a") == 1
+    assert to.held_blocks("a") == 2
+    assert to.apply("a", batch(3, Cleared(), stored(PROMPT[:12])), snapshot=True)
+    assert to.held_blocks("a") == 3
+    assert to.apply("a", batch(4, Removed(tuple(hashes(PROMPT)[2:3]))))
+
+
+def test_a_session_stays_where_it_was_among_equals() -> None:
+    to = router("a", "b", "c", "d")
+    first = route(to, PROMPT[:3], key="k")
+    to.ended(first)
+    assert all(_end(to, route(to, [50 + n, 51, 52], key="k")).replica == first.replica for n in range(9))
+
+
+def _end(to: Router, chosen: Route) -> Route:
+    to.ended(chosen)
+    return chosen
+
+
+def test_what_others_send_counts_when_it_is_told_twice() -> None:
+    to = router("a", "b")
+    for seq in (1, 2):
+        assert to.apply("a", batch(seq, queued=500, time_s=10.0), now=10.1)
+    assert route(to, PROMPT).replica == "b"
+    assert to.apply("b", batch(1, queued=9000, time_s=10.0), now=20.0)  # too old to say anything
+    assert to.load("b")[0] == 21
+
+
+def test_the_unusable_and_the_excluded_get_nothing() -> None:
+    to = router("a", "b")
+    to.use("a", False)
+    assert route(to, PROMPT).replica == "b"
+    assert to.route(hashes(PROMPT), 21, 0.0, without={"b"}) is None
+    to.use("a", True)
+    assert route(to, PROMPT, without={"b"}).replica == "a"
+    to.remove("a")
+    to.remove("b")
+    assert to.route(hashes(PROMPT), 21, 0.0) is None
+
+
+def test_a_replica_that_takes_the_place_of_another_inherits_nothing() -> None:
+    to = router("a")
+    old = route(to, PROMPT)
+    to.apply("a", batch(1, stored(PROMPT)))
+    to.remove("a")
+    to.add("b")
+    assert to.held_blocks("b") == 0
+    assert route(to, PROMPT).held == 0
+    to.ended(old)
+    assert to.load("b") == (21, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_depths_are_what_looking_at_every_block_gives(seed: int) -> None:
+    choose = random.Random(seed)
+    index, truth = HeldIndex(10_000), {slot: set[int]() for slot in range(9)}
+    prompts = [hashes([choose.randrange(2) for _ in range(60)]) for _ in range(6)]
+    for step in range(300):
+        slot, prompt = choose.randrange(9), choose.choice(prompts)
+        cut = choose.randrange(len(prompt) + 1)
+        if choose.random() < 0.6:
+            index.add(slot, prompt[:cut])
+            truth[slot] |= set(prompt[:cut])
+        elif choose.random() < 0.9:
+            gone = [value for other in prompts for value in other if set(prompt[cut:]) & {value}]
+            below = [value for other in prompts if set(gone) & set(other) for value in other[cut:]]
+            index.remove(slot, below)
+            truth[slot] -= set(below)
+        else:
+            index.clear(slot)
+            truth[slot].clear()
+        wanted = choose.choice(prompts)
+        found = {slot: depth for depth, mask in index.depths(wanted) for slot in range(9) if mask >> slot & 1}
+        for slot, blocks in truth.items():
+            depth = next((i for i, value in enumerate(wanted) if value not in blocks), len(wanted))
+            assert found.get(slot, 0) == depth, step
+            assert index.count(slot) == len(blocks)
+
+
+def test_the_index_is_bounded_and_promises_end() -> None:
+    index = HeldIndex(5)
+    index.add(0, range(100))
+    assert index.count(0) == len(index) == 5
+    index.promise(1, range(50, 60), until=3.0)
+    assert index.depths([50, 51]) == [(2, 2)]
+    index.expire(3.5)
+    assert index.depths([50, 51]) == []
