@@ -335,7 +335,7 @@ def _cost_of(costs: Mapping[int, float], rows: int) -> float:
 
 def proposals(prompt: Sequence[int], output: Sequence[int]) -> list[tuple[int, int]]:
     """At each output token but the first: how many tokens a draft there could have, and how many of those are right."""
-    drafter, found = Drafter(), []
+    drafter, found = Drafter(max(_FIXED)), []
     spec = RequestSpec(prompt=tuple(prompt), sampling=SamplingParams(max_tokens=len(output) + 1))
     seq = Tokens(1, spec)
     for at, token in enumerate(output[:-1]):
