@@ -464,7 +464,8 @@ class StepLoop:
 
         None when there is no token to choose in the first; in a later one that is for the next step to find.
         """
-        sampler, written = state.sampler, ()
+        sampler = state.sampler
+        written: tuple[int, ...] = ()
         outcome: JudgedTokens | None = None
         while True:
             token, logprob = self._chooser.choose(rows[len(written)], sampler)
