@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
 from shoal.engine.inputs import InputProcessor
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.disk import DiskTier
 from shoal.engine.kv.files import KVFiles
 from shoal.engine.kv.tiering import Tiering
@@ -57,7 +58,8 @@ def loop_of(root: Path | None) -> StepLoop:
     loop = StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), EngineConfig())
     if root is not None:
         files = KVFiles(root, runner.identity, {"model": "toy"}, _QUOTA)
-        loop.tiering = Tiering(loop.scheduler, runner, None, DiskTier(files))
+        buffers = Buffers(runner.block_bytes, 1 << 16)
+        loop.tiering = Tiering(loop.scheduler, runner, None, DiskTier(files, buffers), buffers)
     return loop
 
 
@@ -93,7 +95,7 @@ def check(root: Path, expected: dict[int, tuple[int, ...]]) -> tuple[int, int, l
     wrong, found, restored = [], 0, 0
     plain = KVFiles(root, "plain", {"model": "plain"}, _QUOTA)
     for number in range(500):
-        data = plain.read(digest_of(number))
+        data = plain.read(digest_of(number), Buffers(1, 0))
         if data is not None:
             found += 1
             if not np.array_equal(data, block_of(number)):

@@ -96,6 +96,7 @@ def measure(home: str, runs: int, tokens: int) -> dict[str, Any]:
     from playwright.sync_api import sync_playwright
 
     command = [sys.executable, "-c", "from shoal.cli.main import main; main()", "serve", "--port", "0"]
+    command += ["--kv-cache", "off"]  # a prompt of the run before is not to be found
     environment = {**os.environ, "SHOAL_HOME": home}
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, env=environment) as server:

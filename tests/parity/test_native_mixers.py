@@ -21,7 +21,7 @@ from tests.parity.equality import run
 from tests.parity.schedules import Job, run_alone, run_together
 from tests.support.native_tiny import isas, open_tiny, tiny_native
 from tests.support.tiny_models import MODELS, some_tokens, write_model
-from tests.support.tiny_writer import VOCAB
+from tests.support.tiny_writer import VOCAB, WIDTH, Tiny
 
 ISAS = isas()
 EACH = ("qwen35moe", "granitehybrid-mixture", "lfm2", "gemma3", "gpt-oss", "olmo3", "gemma2")
@@ -146,3 +146,36 @@ def test_random_schedules_of_an_engine_change_no_bit(name: str, tmp_path: Path) 
     assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
     assert outcome.rows > 300
     assert outcome.seen["hit"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4-small"])  # the latter's last layers read keys of others
+def test_keys_with_outlying_elements_keep_their_bits_and_fit_eight(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm's large weights go half over to queries: nothing changes where KV is bf16, and codes get finer."""
+    norm = Tiny.norm
+
+    def outlying(tiny: Tiny, at: str, size: int = WIDTH) -> None:
+        if at.endswith("k_norm"):
+            tiny.raw(f"{at}.weight", np.where(np.arange(size) % (size // 2) == 1, 24.0, 1.0))
+        elif at.endswith("q_norm"):
+            tiny.raw(f"{at}.weight", np.where(np.arange(size) % (size // 2) == 1, 1 / 24, 1.0))
+        else:
+            norm(tiny, at, size)
+
+    def rows(folder: str, kv: KvPrecision) -> NDArray[np.float32]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        runner = open_tiny(write_model(tmp_path / folder / "m.gguf", name, "Q8_0"), kv=kv)
+        output = runner.execute(
+            StepPlan(0, (ScheduledSequence(1, tuple(some_tokens(48)), 0, (0, 1), Want.LOGITS, rows=48),))
+        )
+        runner.close()
+        assert output.logits is not None
+        return output.logits.copy()
+
+    monkeypatch.setattr(Tiny, "norm", outlying)
+    after, codes = rows("after", "bf16"), rows("after", "u8")
+    monkeypatch.setattr(describe, "_balances", lambda _: {})
+    before, coarse = rows("before", "bf16"), rows("before", "u8")
+    assert np.array_equal(before, after)
+    assert oracle.mean_kl(before, codes) < 0.4 * oracle.mean_kl(before, coarse)

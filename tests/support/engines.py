@@ -14,6 +14,7 @@ from shoal.core.stop import StopChecker
 from shoal.engine.engine import Engine
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import StepLoop
+from shoal.runners.base import Runner
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import ModelSpec, StepPlan, Want
 from shoal.types import Event, Priority, Request, Result, SamplingParams
@@ -110,7 +111,7 @@ def toy_engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
     return Engine(lambda: runner or FakeRunner(), ByteTokenizer(), EngineConfig(**settings))
 
 
-def toy_loop(runner: FakeRunner, **settings: Any) -> StepLoop:
+def toy_loop(runner: Runner, **settings: Any) -> StepLoop:
     return StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), EngineConfig(**settings))
 
 

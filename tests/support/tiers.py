@@ -12,16 +12,21 @@ from numpy.typing import NDArray
 
 from shoal.core.audit import check_integrity
 from shoal.core.tiers import Digest
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.disk import DiskTier
 from shoal.engine.kv.files import KVFiles
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
 from shoal.engine.loop import RequestState, StepLoop
 from shoal.runners.fake import FakeRunner
+from shoal.runners.native.runner import NativeRunner
 from shoal.types import Event, Namespace, Receipt, Request, Result, SamplingParams
 from tests.support.engines import toy_loop
 
 SIZE = 8
+
+
+BlockRunner = FakeRunner | NativeRunner
 
 
 class Lab:
@@ -35,15 +40,17 @@ class Lab:
         blocks: int = 64,
         files: KVFiles | None = None,
         quota: int = 1 << 20,
-        runner: FakeRunner | None = None,
+        runner: BlockRunner | None = None,
         **settings: object,
     ) -> None:
-        self.runner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
+        self.runner: BlockRunner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
         self.loop: StepLoop = toy_loop(self.runner, **settings)
         if path is not None:
             files = KVFiles(path, self.runner.identity, {"model": "fake"}, quota)
-        self.disk = DiskTier(files) if files is not None else None
-        self.tiers = Tiering(self.loop.scheduler, self.runner, HostTier(host) if host is not None else None, self.disk)
+        buffers = Buffers(self.runner.block_bytes, 1 << 16 if host is None else 0)
+        self.disk = DiskTier(files, buffers) if files is not None else None
+        kept = HostTier(host) if host is not None else None
+        self.tiers = Tiering(self.loop.scheduler, self.runner, kept, self.disk, buffers)
         self.loop.tiering = self.tiers
         self.idle_steps = 0  # that computed nothing while somebody ran
 
@@ -85,6 +92,16 @@ class Lab:
         result = events[-1].result
         assert isinstance(result, Result)
         return result.tokens, result.receipt
+
+    def result_of(self, prompt: Sequence[int], sampling: SamplingParams, name: str) -> Result:
+        """The result of one request with these parameters, run to its end."""
+        events: list[Event] = []
+        request = Request(prompt_tokens=tuple(prompt), sampling=sampling)
+        self.loop.add(name, self.loop.inputs.prepare(request), events.append)
+        self.drain()
+        result = events[-1].result
+        assert result is not None
+        return result
 
     def settle(self) -> None:
         """Copy out what is to be, and wait until the disk has it."""
@@ -133,9 +150,9 @@ class BadFiles(KVFiles):
         self._suffer()
         super().write(digest, data)
 
-    def read(self, digest: Digest) -> NDArray[np.uint8] | None:
+    def read(self, digest: Digest, buffers: Buffers) -> NDArray[np.uint8] | None:
         self._suffer()
-        return super().read(digest)
+        return super().read(digest, buffers)
 
     def _suffer(self) -> None:
         self.asked += 1

@@ -168,10 +168,12 @@ def test_the_real_swarm_gives_eight_different_answers() -> None:
 
 @pytest.mark.usefixtures("stored")
 def test_the_real_doctor_is_content() -> None:
-    result = call([*CLI, "doctor", "--json"])
+    result = call([*CLI, "doctor", "--json", "--batch"])
     assert result.returncode == 0, result.stdout
     document = json.loads(result.stdout)
     assert document["self_check"]["status"] == "ok"
+    assert list(document["batch"]["rates"]) == ["1", "2", "4", "8"]
+    assert document["batch"]["rates"][str(document["batch"]["smallest"])] > 0
     assert document["memory"]["total_bytes"] > document["memory"]["weight_bytes"] > 0
 
 

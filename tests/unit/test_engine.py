@@ -15,6 +15,7 @@ from shoal import AsyncEngine, Engine, Event, FinishReason, Namespace, PrefixCac
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.core.commands import PreemptAll
+from shoal.engine.batch import smallest_batch
 from shoal.engine.handles import Handle
 from shoal.engine.loading import OpenedModel
 from shoal.errors import (
@@ -644,3 +645,9 @@ def test_a_warm_up_runs_every_shape_and_leaves_nothing(monkeypatch: pytest.Monke
         assert small.warmup_s is not None, "what does not fit is left out"
     with Engine.load("toy") as cold:
         assert cold.warmup_s is None
+
+
+def test_the_smallest_batch_that_is_worth_it() -> None:
+    assert smallest_batch({1: 103.0, 2: 168.0, 8: 199.0}) == 2, "84 % of the most"
+    assert smallest_batch({1: 103.0, 2: 160.0, 8: 199.0}) == 8
+    assert smallest_batch({1: 5.0}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from typing import Any
 
 from shoal.bench.workloads import Job, Workload
 from shoal.models import families
-from shoal.models.decoder import Attention, Decoder
+from shoal.models.decoder import Attention, Decoder, Mixture
 from shoal.models.gguf import read_gguf
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a pass reads and multiplies: `weights` for each token; of these, `head` only where logits are wanted."""
+    """What a pass reads and multiplies: `weights` for each token; of these, `head` only where logits are wanted.
+
+    Of a mixture, what one token needs: several that need the same experts are the best case.
+    """
 
     weights: int
     head: int
@@ -29,12 +33,17 @@ class ModelFacts:
         file = read_gguf(path)
         model = families.describe(file)
         matrices = {name: tensor for name, tensor in file.tensors.items() if len(tensor.shape) == 2}
+        experts = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 3]
+        mixtures = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, Mixture)]
+        used = mixtures[0].used / mixtures[0].experts if mixtures else 0
         head = model.vocab_size * model.width
         embedding = matrices["token_embd.weight"]
         body = sum(tensor.shape[0] * tensor.shape[1] for tensor in matrices.values()) - head
         body -= 0 if model.tied else head
         size = sum(tensor.data.nbytes for tensor in matrices.values())
         size -= 0 if model.tied else embedding.data.nbytes  # looked up, a row a token
+        body += int(used * sum(math.prod(tensor.shape) for tensor in experts))
+        size += int(used * sum(tensor.data.nbytes for tensor in experts))
         return cls(body + head, head, size, _kv_bytes(model))
 
 

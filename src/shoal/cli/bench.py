@@ -44,7 +44,7 @@ def bench(
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     shape: Annotated[
-        str, typer.Option(help="Not --model, but random weights in this shape: smollm2-135m, qwen3-0.6b, qwen3-4b.")
+        str, typer.Option(help="Not --model, but random weights in this shape: smollm2-135m, qwen3-0.6b, ...")
     ] = "",
     format: Annotated[str, typer.Option(help="Of the --shape: q4_k_m, q4_0, q8_0, ...")] = "q4_k_m",
     runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",
@@ -91,7 +91,7 @@ def bench(
     if scenario == "speculation":
         from shoal.bench.speculation import SpeculationBench, table
 
-        measured = SpeculationBench(model, runner, threads, _tell).run(1 if quick else runs)
+        measured = SpeculationBench(model, runner, threads, _tell).run(1 if quick else runs or 3)
         _tell(table(measured))
         document = {**measured, "command": command, "machine": facts}
     else:

@@ -26,6 +26,7 @@ def doctor(
     isolation: Annotated[
         bool, typer.Option("--isolation", help="Also run twelve chats with secret words, and look for leaks.")
     ] = False,
+    batch: Annotated[bool, typer.Option("--batch", help="Also measure which batch pays here; some seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show machine, backend, precision, store and memory, and check that a batch gives what a lone run gives.
@@ -33,8 +34,10 @@ def doctor(
     Exit status 1 when the check fails. Never fetches anything.
     """
     document = {}
-    required = model is not None or isolation
-    for section, facts in _sections(model or options.DEFAULT_MODEL, required=required, isolation=isolation):
+    required = model is not None or isolation or batch
+    for section, facts in _sections(
+        model or options.DEFAULT_MODEL, required=required, isolation=isolation, batch=batch
+    ):
         document[section] = facts
         if not as_json:
             print(f"{section.replace('_', '-'):11}{_SHOW[section](facts)}", flush=True)
@@ -44,7 +47,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sections(model: str, *, required: bool, isolation: bool, batch: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts of the report, each as soon as it is known. `required`: a missing model is an error."""
     from shoal.cli.machine import machine_facts, versions
 
@@ -86,6 +89,10 @@ def _sections(model: str, *, required: bool, isolation: bool) -> Iterator[tuple[
         from shoal.diagnostics.selfcheck import self_check
 
         yield "self_check", self_check(engine)
+        if batch:
+            from shoal.diagnostics.batch import batch_rates
+
+            yield "batch", batch_rates(engine)
         if isolation:
             yield "isolation", _isolation(engine)
 
@@ -240,6 +247,12 @@ def _show_power(facts: dict[str, Any]) -> str:
     return f"\n{'':11}".join([*lines, *([f"not readable: {', '.join(missing)}"] if missing else [])])
 
 
+def _show_batch(facts: dict[str, Any]) -> str:
+    rates = ", ".join(f"{rate:.0f} at {size}" for size, rate in facts["rates"].items())
+    share = f"{100 * facts['share']:.0f} % of the most"
+    return f"{rates} tok/s; {facts['smallest']} is the smallest that reaches {share}"
+
+
 def _show_needs(facts: dict[str, Any]) -> str:
     weights = f"weights {human_bytes(facts['file_bytes'])} in the file"
     if "why" in facts:
@@ -274,5 +287,6 @@ _SHOW = {
     "needs": _show_needs,
     "memory": _show_memory,
     "self_check": _show_check,
+    "batch": _show_batch,
     "isolation": _show_check,
 }

@@ -27,7 +27,7 @@ class PolicyRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FigureBar:
     """What a figure must be, and what it is."""
 
     name: str
@@ -61,7 +61,7 @@ def simulate(
     late_s: float = 5.0,
     seed: int = 0,
     tell: Callable[[PolicyRow], None] = lambda row: None,  # noqa: ARG005
-) -> tuple[list[PolicyRow], list[Target]]:
+) -> tuple[list[PolicyRow], list[FigureBar]]:
     """All settings, and the bars: `tell` hears of each row as it comes."""
     machine = machine or Machine()
     rows = []
@@ -92,7 +92,7 @@ def _row(kind: str, workload: Traffic, replicas: int, policy: str, late_s: float
     return PolicyRow(kind, replicas, policy, late_s, simulation.run(workload).summary())
 
 
-def bars(rows: Sequence[PolicyRow]) -> list[Target]:
+def bars(rows: Sequence[PolicyRow]) -> list[FigureBar]:
     """What the rows must come to."""
     found = {(row.workload, row.replicas, row.policy, row.late_s > 0): row.figures for row in rows}
     warm = found["tenants", 1, "warm", False]["ttft_p90_s"]
@@ -104,9 +104,9 @@ def bars(rows: Sequence[PolicyRow]) -> list[Target]:
 
         ttft = found["tenants", replicas, "precise", False]["ttft_p90_s"]
         told += [
-            Target(f"{replicas}: precise / affinity, calls/s", rate("precise") / rate("affinity"), AFFINITY),
-            Target(f"{replicas}: precise / random, calls/s", rate("precise") / rate("random"), RANDOM),
-            Target(f"{replicas}: p90 to the first token / one warm replica's", ttft / warm, WARM, most=True),
-            Target(f"{replicas}: late events / affinity, calls/s", rate("precise", True) / rate("affinity"), 1.0),
+            FigureBar(f"{replicas}: precise / affinity, calls/s", rate("precise") / rate("affinity"), AFFINITY),
+            FigureBar(f"{replicas}: precise / random, calls/s", rate("precise") / rate("random"), RANDOM),
+            FigureBar(f"{replicas}: p90 to the first token / one warm replica's", ttft / warm, WARM, most=True),
+            FigureBar(f"{replicas}: late events / affinity, calls/s", rate("precise", True) / rate("affinity"), 1.0),
         ]
     return told

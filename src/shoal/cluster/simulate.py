@@ -22,7 +22,7 @@ from shoal.cluster.router import Route, Router, RouterConfig
 from shoal.cluster.traffic import Arrival, Traffic
 from shoal.config import EngineConfig
 from shoal.core.commands import Add, Commit, JudgedTokens, Schedule
-from shoal.core.journal import BlockJournal
+from shoal.core.journal import BlockJournal, Cleared
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence as Seq
@@ -166,6 +166,7 @@ class Precise:
         self.router = Router(block_size, config)
         for name in names:
             self.router.add(name)
+            self.router.apply(name, BlockBatch(0, 0.0, (Cleared(),), 0, 0))
         self._routes: dict[int, Route] = {}
 
     def choose(self, call: Arrival, now: float) -> str:
@@ -176,8 +177,8 @@ class Precise:
         return route.replica
 
     def hear(self, replica: str, batch: BlockBatch) -> None:
-        """Into the index; replicas begin empty, so their first batch is a snapshot."""
-        assert self.router.apply(replica, batch, snapshot=self.router.seq(replica) is None)
+        """Into the index."""
+        assert self.router.apply(replica, batch)
 
     def started(self, call: Arrival) -> None:
         """Into the load."""

@@ -51,6 +51,7 @@ class TenantCalls(Traffic):
         prefix: int = 6000,
         question: int = 1200,
         output: int = 100,
+        vocabulary: int = 2**31,
         seed: int = 0,
     ) -> None:
         self.calls = calls
@@ -58,6 +59,7 @@ class TenantCalls(Traffic):
         self.question = question
         self.output = output
         self.block_size = block_size
+        self.vocabulary = vocabulary
         self._random = random.Random(seed)
         self.prefixes = Prefixes(tenants, prefix, block_size)
 
@@ -67,7 +69,8 @@ class TenantCalls(Traffic):
         for number in range(self.calls):
             now += self._random.expovariate(self.rate)
             tenant = self._random.randrange(len(self.prefixes))
-            prompt, hashes = self.prefixes.extend(tenant, fresh(number, self.question))
+            question = [token % self.vocabulary for token in fresh(number, self.question)]
+            prompt, hashes = self.prefixes.extend(tenant, question)
             yield now, Arrival(number, prompt, self.output, hashes)
 
 

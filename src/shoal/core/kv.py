@@ -254,6 +254,8 @@ class KVCacheManager:
         self.tree.evict(self.pool.num_cached)
 
     def invalidate(self, seq: Sequence) -> None:
-        """KV this sequence computed itself may be wrong: the tree forgets it, and nothing more of it is indexed."""
-        self.tree.forget(seq.blocks[seq.shared_blocks :])
+        """KV this sequence computed itself, or that came back for it, may be wrong: it is forgotten everywhere."""
+        if self.tree.planner is not None:
+            self.tree.planner.distrust(self.tree_tokens(seq), seq.spec.namespace)
+        self.tree.forget(seq.blocks[0 if seq.restored else seq.shared_blocks :])
         seq.computed = 0

@@ -96,6 +96,7 @@ class TierPlanner:
 
     def __init__(self, tree: PrefixTree, paths: Paths) -> None:
         self.paths = paths
+        self._distrusted: list[Digest] = []
         self.lost = 0  # blocks that were evicted before their turn came
         self._tree = tree
         self._waiting: dict[BlockId, TreeNode] = {}  # in the order they became full
@@ -109,6 +110,18 @@ class TierPlanner:
         """A node became full, or the state after it was kept."""
         if len(node.key) == self._tree.block_size:
             self._waiting[node.block] = node
+
+    def distrust(self, tokens: Sequence[int], namespace: Namespace) -> None:
+        """KV of these tokens may be wrong: no tier is to keep it."""
+        size, digest = self._tree.block_size, self.paths.root(namespace)
+        for at in range(0, len(tokens) - size + 1, size):
+            digest = self.paths.below(digest, tokens[at : at + size])
+            self._distrusted += (digest, self.paths.state(digest))
+
+    def take_distrusted(self) -> list[Digest]:
+        """What tiers must forget, since the last call."""
+        taken, self._distrusted = self._distrusted, []
+        return taken
 
     def clear(self) -> None:
         """Nothing that is in the tree now is to go out."""

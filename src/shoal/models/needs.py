@@ -13,7 +13,8 @@ _FLOAT = 4  # recurrent states are kept in float32
 class Needs:
     """Bytes: of one more token of KV, of the KV of one sequence that fills `context_length` tokens, of its states.
 
-    A layer with a window keeps no more than its window; one that reads another layer's KV keeps none.
+    A layer with a window keeps all tokens like the others: no runner frees what lies behind it. One that reads another
+    layer's KV keeps none.
     """
 
     context_length: int
@@ -24,15 +25,13 @@ class Needs:
 
 def needs(decoder: Decoder, kv_element_bytes: int) -> Needs:
     """What one sequence of `decoder` needs, with KV of `kv_element_bytes` an element (2 for bf16)."""
-    token = context = 0
+    token = 0
     for layer in decoder.layers:
         mixer = layer.mixer
         if isinstance(mixer, Attention) and mixer.kv_layer is None:
-            each = mixer.kv_heads * (mixer.key_dim + mixer.value_dim) * kv_element_bytes
-            token += each
-            context += each * min(decoder.context_length, mixer.window or decoder.context_length)
+            token += mixer.kv_heads * (mixer.key_dim + mixer.value_dim) * kv_element_bytes
     states = sum(_state_elements(layer) for layer in decoder.layers) * _FLOAT
-    return Needs(decoder.context_length, token, context, states)
+    return Needs(decoder.context_length, token, token * decoder.context_length, states)
 
 
 def _state_elements(layer: Layer) -> int:

@@ -44,6 +44,31 @@ def pressure(state: int) -> Reading:
     return Reading(ThermalPressure.name, state, Unit.NONE, _LEVELS[known], detail=_WORDS[known])
 
 
+class MacMemoryPressure:
+    """The level at which macOS asks applications for memory: 1 (normal), 2 (warning), 4 (critical)."""
+
+    name = "memory pressure"
+    _KEY = b"kern.memorystatus_vm_pressure_level"
+
+    def __init__(self) -> None:
+        _only_macos()
+        self._system = ctypes.CDLL("/usr/lib/libSystem.dylib")
+        self.read()
+
+    def read(self) -> Reading:
+        """The level; a warning is serious, since macOS has compressed memory long before."""
+        value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+        if self._system.sysctlbyname(self._KEY, ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
+            raise SensorError("macOS does not tell its memory pressure")
+        return mac_pressure(value.value)
+
+
+def mac_pressure(value: int) -> Reading:
+    """The reading of a level that macOS tells."""
+    level = Level.CRITICAL if value >= 4 else Level.SERIOUS if value >= 2 else Level.NOMINAL
+    return Reading(MacMemoryPressure.name, float(value), Unit.NONE, level)
+
+
 class LowPowerMode(AskedNowAndThen):
     """Whether the user has switched low-power mode on; `pmset` tells."""
 

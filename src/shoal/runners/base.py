@@ -33,8 +33,8 @@ class BlockAccess(Protocol):
         """Bytes of one block as it is read."""
         ...
 
-    def read_block(self, block: BlockId) -> NDArray[np.uint8]:
-        """A copy of one block, [block_bytes]. `RunnerError` when some of its slots were never written."""
+    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+        """Copy one block to `out`, [block_bytes]. `RunnerError` when some of its slots were never written."""
         ...
 
     def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:

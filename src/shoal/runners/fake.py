@@ -100,9 +100,9 @@ class FakeRunner:
         """Eight for each slot."""
         return self.spec.block_bytes
 
-    def read_block(self, block: BlockId) -> NDArray[np.uint8]:
-        """The slots of a block."""
-        return np.array(self._kv[block], np.uint64).view(np.uint8)
+    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+        """Copy the slots of a block to `out`."""
+        out[:] = np.array(self._kv[block], np.uint64).view(np.uint8)
 
     def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
         """Put back what `read_block` gave."""

@@ -134,6 +134,7 @@ class ShoalServer(AnyServer):
         self.close()
         command = [sys.executable, "-c", "from shoal.cli.main import main; main()", "serve", "--port", "0"]
         command += ["--model", self._source.model, "--max-batch", str(setup.streams)]
+        command += ["--kv-cache", "off"]  # a prompt of the run before is not to be found
         command += ["--threads", str(self._source.threads), "--runner", self._source.options.get("runner", "auto")]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.tiers import Digest
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.files import KVFiles
 
 log = logging.getLogger("shoal.engine")
@@ -30,6 +31,7 @@ _STALL_S = 2.0  # a write that takes longer than this is taken for a stalled dis
 _PAUSE_S = 30.0  # that long a disk that failed or was too slow is left alone
 _NICE = 10  # of the thread that writes: what computes goes first
 _TOUCH_S = 60.0
+_KEPT = 1 << 16  # blocks remembered as sure to be wanted
 _CLEAN_EVERY = 64 << 20  # bytes written between two looks at the quota
 
 
@@ -79,9 +81,13 @@ class DiskTier:
     written.
     """
 
-    def __init__(self, files: KVFiles, on_change: Callable[[], None] = lambda: None) -> None:
-        """`on_change` is called on the threads here when something was read, or there is room again."""
+    def __init__(self, files: KVFiles, buffers: Buffers, on_change: Callable[[], None] = lambda: None) -> None:
+        """`on_change` is called on the threads here when something was read, or there is room again.
+
+        What was written goes to `buffers`, and what is read comes from there.
+        """
         self.files = files
+        self._buffers = buffers
         self.on_change = on_change
         self.written = self.read = self.missing = self.dropped = 0
         self.written_bytes = self.read_bytes = 0
@@ -90,7 +96,9 @@ class DiskTier:
         self._queue: OrderedDict[Digest, NDArray[np.uint8]] = OrderedDict()
         self._queued = 0
         self._touched_at: dict[Digest, float] = {}
+        self._until: dict[Digest, float] = {}  # when what is sure to be wanted is, in seconds since the epoch
         self._touched: deque[Sequence[Digest]] = deque(maxlen=256)
+        self._unwanted: list[Digest] = []
         self._readings: deque[BlockRead] = deque()
         self._writing_since: float | None = None
         self._paused_until = 0.0
@@ -173,6 +181,26 @@ class DiskTier:
             self._touched.append(due)
             self._change.notify_all()
 
+    def keep(self, digests: Sequence[Digest], seconds: float) -> None:
+        """These will be wanted within that time: others are deleted before them."""
+        until = time.time() + seconds
+        with self._change:
+            if len(self._until) > _KEPT:
+                self._until.clear()
+            self._until.update((digest, max(until, self._until.get(digest, 0.0))) for digest in digests)
+            self._touched.append(list(digests))
+            self._change.notify_all()
+
+    def forget(self, digests: Sequence[Digest]) -> None:
+        """Keep these no longer: they are not found from now on, and deleted some time."""
+        with self._change:
+            self._unwanted += digests
+            for digest in digests:
+                self._index.discard(digest)
+                data = self._queue.pop(digest, None)
+                self._queued -= data.nbytes if data is not None else 0
+            self._change.notify_all()
+
     def flush(self, timeout_s: float) -> None:
         """Wait until all is written, or that long, or a disk that fails or stalls."""
         end = time.monotonic() + timeout_s
@@ -238,15 +266,18 @@ class DiskTier:
             self._scanned.set()
         while True:
             with self._change:
-                while not (self._closing or self._queue or self._touched):
+                while not (self._closing or self._queue or self._touched or self._unwanted):
                     self._change.wait()
-                if self._closing:
+                if self._closing and not self._unwanted:
                     return
+                unwanted, self._unwanted = self._unwanted, []
                 touched = list(self._touched)
                 self._touched.clear()
                 item = next(iter(self._queue.items()), None)
+            self.files.delete(unwanted)
+            self._index.difference_update(unwanted)  # one may have been written meanwhile
             for digests in touched:
-                self.files.touch(digests)
+                self.files.touch(digests, self._until)
             if item is not None:
                 self._write(*item)
                 self.on_change()
@@ -255,6 +286,8 @@ class DiskTier:
         self._writing_since = time.monotonic()
         try:
             self.files.write(digest, data)
+            if digest in self._until:
+                self.files.touch([digest], self._until)
             self._since_clean += data.nbytes
             if self._since_clean > min(_CLEAN_EVERY, self.files.quota // 8):
                 self._clean()
@@ -270,6 +303,7 @@ class DiskTier:
         with self._change:
             if self._queue.pop(digest, None) is not None:
                 self._queued -= data.nbytes
+                self._buffers.give(data)
             self._change.notify_all()
 
     def _clean(self) -> None:
@@ -293,11 +327,12 @@ class DiskTier:
             self.on_change()
 
     def _read(self, digest: Digest) -> NDArray[np.uint8] | None:
-        data = self._queue.get(digest)
-        if data is not None:
-            return data
+        with self._change:
+            data = self._queue.get(digest)
+            if data is not None:
+                return data.copy()  # the array will be used again when it is written
         try:
-            data = self.files.read(digest)
+            data = self.files.read(digest, self._buffers)
         except OSError as error:
             self._leave_alone(error)
             return None

@@ -41,6 +41,12 @@ class HostTier:
         self.bytes += data.nbytes
         self.shrink(self.limit)
 
+    def forget(self, digest: Digest) -> None:
+        """Keep this no longer."""
+        data = self._kept.pop(digest, None)
+        if data is not None:
+            self.bytes -= data.nbytes
+
     def shrink(self, limit: int) -> None:
         """Let the least recently used go until at most `limit` bytes are left."""
         while self.bytes > limit:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shoal.config import EngineConfig
 from shoal.core.scheduler import Scheduler
+from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.disk import DiskTier
 from shoal.engine.kv.files import KVFiles
 from shoal.engine.kv.host import HostTier
@@ -21,6 +22,7 @@ log = logging.getLogger("shoal.engine")
 
 _AUTO_SHARE = 0.05  # of the free disk, what "auto" may take
 _AUTO_MOST = 2 << 30
+_SPARE_BYTES = 32 << 20  # of buffers that are used again
 
 
 def kv_root() -> Path:
@@ -45,12 +47,14 @@ def open_tiers(
             return None
         raise _refused(config, runner.spec)
     host = None if config.kv_host is None else HostTier(config.bytes_of("kv_host") or 0)
-    disk = None if config.kv_cache is None else _open_disk(access, runner.spec, config, on_change)
-    return None if host is None and disk is None else Tiering(scheduler, access, host, disk)
+    # What host memory keeps cannot be used again.
+    buffers = Buffers(access.block_bytes, _SPARE_BYTES if host is None else 0)
+    disk = None if config.kv_cache is None else _open_disk(access, runner.spec, config, buffers, on_change)
+    return None if host is None and disk is None else Tiering(scheduler, access, host, disk, buffers)
 
 
 def _open_disk(
-    access: BlockAccess, spec: ModelSpec, config: EngineConfig, on_change: Callable[[], None]
+    access: BlockAccess, spec: ModelSpec, config: EngineConfig, buffers: Buffers, on_change: Callable[[], None]
 ) -> DiskTier | None:
     root = kv_root()
     try:
@@ -60,7 +64,7 @@ def _open_disk(
         else:
             quota = config.bytes_of("kv_cache") or 0
         about = {"model": spec.name, "runner": spec.runner, "precision": spec.precision, "block": str(spec.block_size)}
-        return DiskTier(KVFiles(root, access.identity, about, quota), on_change)
+        return DiskTier(KVFiles(root, access.identity, about, quota), buffers, on_change)
     except OSError as error:
         log.warning("KV is not kept on disk, in %s: %s", root, error)
         return None

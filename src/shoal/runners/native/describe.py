@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from shoal.errors import UnsupportedModelError
 from shoal.models.decoder import (
     Activation,
@@ -14,6 +16,7 @@ from shoal.models.decoder import (
     DeltaNet,
     Dense,
     FeedForward,
+    Float,
     Layer,
     LayerInputs,
     Linear,
@@ -204,12 +207,56 @@ def tensors_of(model: Decoder) -> list[PackedTensor]:
         parts.append(PackedTensor("layer_inputs.embedding", _matrix_shape(inputs.embedding), inputs.embedding))
         parts += _linear("layer_inputs.project", inputs.project)
         parts += _norm_parts("layer_inputs.norm", inputs.norm, inputs.size)
+    balances = _balances(model)
     for i, layer in enumerate(model.layers):
-        parts += _layer_parts(f"layers.{i}.", layer, model.width)
+        parts += _layer_parts(f"layers.{i}.", layer, model.width, balances.get(_kv_source(i, layer)))
     return parts
 
 
-def _layer_parts(at: str, layer: Layer, width: int) -> Iterator[PackedTensor]:
+def _kv_source(i: int, layer: Layer) -> int:
+    """The layer whose K and V layer `i` reads."""
+    shared = layer.mixer.kv_layer if isinstance(layer.mixer, Attention) else None
+    return i if shared is None else shared
+
+
+def _balances(model: Decoder) -> dict[int, Float]:
+    """By the layer that makes keys: [key_dim] by which queries are multiplied and keys divided, where both have norms.
+
+    K in 8 bits has one scale for a head, which a few elements with large weights in K's norm make coarse for all
+    others. Half of what sets K's norm off from Q's goes over to Q. Scores stay what they are: two elements that are
+    turned together have one factor, and factors are powers of two, so that no bit changes where KV is bf16.
+    """
+    readers: dict[int, list[Attention]] = {}
+    for i, layer in enumerate(model.layers):
+        if isinstance(layer.mixer, Attention):
+            readers.setdefault(_kv_source(i, layer), []).append(layer.mixer)
+    found = {}
+    for i, mixers in readers.items():
+        maker = model.layers[i].mixer
+        assert isinstance(maker, Attention)
+        pairs = {0 if mixer.rotary is None else mixer.rotary.pairs for mixer in mixers}
+        norms = [maker.k_norm, *(mixer.q_norm for mixer in mixers)]
+        if len(pairs) == 1 and not maker.norm_over_heads and all(_plain_norm(norm) for norm in norms):
+            weights = [abs(norm.weight.values()) for norm in norms[:2] if norm is not None and norm.weight is not None]
+            found[i] = _balance(weights[1], weights[0], pairs.pop())
+    return found
+
+
+def _plain_norm(norm: Norm | None) -> bool:
+    return norm is not None and norm.weight is not None and norm.bias is None
+
+
+def _balance(q: Float, k: Float, pairs: int) -> Float:
+    tiny = np.float32(1e-3)
+    q, k = q.copy(), k.copy()
+    for weight in (q, k):  # elements i and i + pairs are turned together
+        weight[:pairs] = weight[pairs : 2 * pairs] = np.maximum(weight[:pairs], weight[pairs : 2 * pairs])
+    with np.errstate(all="ignore"):
+        factors = np.exp2(np.rint(np.log2((k + tiny) / (q + tiny)) / 2)).astype(np.float32)
+    return np.where((factors > 2.0**-12) & (factors < 2.0**12), factors, np.float32(1))
+
+
+def _layer_parts(at: str, layer: Layer, width: int, balance: Float | None) -> Iterator[PackedTensor]:
     for name in _NORMS:
         yield from _norm_parts(at + name, getattr(layer, name), width)
     mixer, feed = layer.mixer, layer.feed_forward
@@ -217,8 +264,9 @@ def _layer_parts(at: str, layer: Layer, width: int) -> Iterator[PackedTensor]:
         yield from _fields(at + "mixer.", mixer)
     if isinstance(mixer, Attention):
         sizes = (mixer.heads, mixer.kv_heads) if mixer.norm_over_heads else (1, 1)
-        yield from _norm_parts(at + "mixer.q_norm", mixer.q_norm, sizes[0] * mixer.key_dim)
-        yield from _norm_parts(at + "mixer.k_norm", mixer.k_norm, sizes[1] * mixer.key_dim)
+        yield from _norm_parts(at + "mixer.q_norm", mixer.q_norm, sizes[0] * mixer.key_dim, balance)
+        inverse = None if balance is None else np.float32(1) / balance
+        yield from _norm_parts(at + "mixer.k_norm", mixer.k_norm, sizes[1] * mixer.key_dim, inverse)
         yield from _norm_parts(at + "mixer.v_norm", mixer.v_norm, mixer.value_dim)
     elif isinstance(mixer, DeltaNet):
         yield from _norm_parts(at + "mixer.norm", mixer.norm, mixer.value_dim)
@@ -257,10 +305,10 @@ def _matrix_shape(weight: Weight) -> tuple[int, int]:
     return math.prod(weight.shape[:-1]), weight.shape[-1]
 
 
-def _norm_parts(name: str, norm: Norm | None, size: int) -> Iterator[PackedTensor]:
+def _norm_parts(name: str, norm: Norm | None, size: int, by: Float | None = None) -> Iterator[PackedTensor]:
     if norm is None:
         return
-    yield PackedTensor(f"{name}.weight", (size,), norm.weight if norm.weight is not None else Ones((size,)))
+    yield PackedTensor(f"{name}.weight", (size,), norm.weight if norm.weight is not None else Ones((size,)), by=by)
     if norm.bias is not None:
         yield PackedTensor(f"{name}.bias", (size,), norm.bias)
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from shoal.models.files import Progress
 from shoal.runners.native.core import load_core
 from shoal.runners.native.grid import GRIDS, grid_blocks
 
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 STRIP, ALIGN = 32, 64
 _MAGIC = b"shoalpk2"
 _FRONT = struct.Struct("<8sQQ")  # magic, where the data begins, hash of the JSON between
@@ -60,13 +60,14 @@ class Ones:
 class PackedTensor:
     """A tensor of the packed file: `weight` as a matrix of `shape` [n, k], or as a vector of `shape` [n].
 
-    `turned`: a vector made of [channels, taps] is stored as [taps, channels].
+    `turned`: a vector made of [channels, taps] is stored as [taps, channels]. `by`: a vector is multiplied by these.
     """
 
     name: str
     shape: tuple[int, ...]
     weight: Weight | Ones
     turned: bool = False
+    by: NDArray[np.float32] | None = field(default=None, repr=False)
 
     @property
     def type(self) -> str:
@@ -81,7 +82,8 @@ class PackedTensor:
     def values(self) -> NDArray[np.float32]:
         """The numbers of a vector."""
         values = self.weight.values()
-        return (values.T if self.turned else values).reshape(-1)
+        flat = (values.T if self.turned else values).reshape(-1)
+        return flat if self.by is None else flat * self.by
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,11 +136,9 @@ class NativeRunner:
         """Bytes of one block, all layers together."""
         return self._spec.block_bytes
 
-    def read_block(self, block: BlockId) -> NDArray[np.uint8]:
-        """A copy of one block."""
-        out = np.empty(self.block_bytes, np.uint8)
+    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+        """Copy one block to `out`."""
         self._asked(self._loaded().read_blocks, [block], out)
-        return out
 
     def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
         """Put back what `read_block` gave."""

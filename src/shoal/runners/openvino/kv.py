@@ -86,9 +86,9 @@ class KVArrays:
         for blocks in self._blocks:
             blocks[destination] = blocks[source]
 
-    def read(self, block: int) -> NDArray[np.uint8]:
-        """A copy of a whole block, [block_bytes], array by array."""
-        return np.concatenate([blocks[block] for blocks in self._blocks])
+    def read(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Copy a whole block to `out`, [block_bytes], array by array."""
+        np.concatenate([blocks[block] for blocks in self._blocks], out=out)
 
     def write(self, block: int, data: NDArray[np.uint8]) -> None:
         """Put back what `read` gave."""

@@ -152,9 +152,9 @@ class OpenVINORunner:
         """Bytes of one block, all arrays together."""
         return self._arrays.block_bytes
 
-    def read_block(self, block: BlockId) -> NDArray[np.uint8]:
-        """A copy of one block."""
-        return self._arrays.read(block)
+    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+        """Copy one block to `out`."""
+        self._arrays.read(block, out)
 
     def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
         """Put back what `read_block` gave."""
