@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from shoal.server.errors import bad_request
-from shoal.server.openai.fields import Common, Label, Listed, Strict, at_most
+from shoal.server.openai.fields import Common, FreeObject, Label, Listed, Strict, at_most
 from shoal.server.openai.schemas import (
     MAX_TOOLS,
     ChatMessage,
@@ -81,7 +81,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: FreeObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ class FlatTool(Strict):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = None
 
 
@@ -282,7 +282,8 @@ def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
         if last is not None and message.role == "assistant" and _only_thought(last):
             joined[-1] = message.model_copy(update={"reasoning_content": last.reasoning_content})
         elif message.tool_calls and last is not None and last.role == "assistant":
-            joined[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), *message.tool_calls]})
+            last.tool_calls = last.tool_calls or []
+            last.tool_calls += message.tool_calls  # in place: thousands in a row are not copied again and again
         else:
             joined.append(message)
     return joined
