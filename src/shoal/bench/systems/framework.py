@@ -11,9 +11,11 @@ import importlib.util
 import operator
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, TypedDict
 
 from shoal.bench.systems.agents import CALLS, PAGES, SECTIONS, per_minute
+from shoal.bench.systems.base import Setup
 from shoal.bench.systems.http import AnyServer, LlamaServer, ShoalServer
 from shoal.bench.timeline import RunTimes, TokenTimes
 from shoal.bench.workloads import Job
@@ -40,6 +42,10 @@ class _Framework(AnyServer):
         """Which of the framework's packages is not installed."""
         found = all(importlib.util.find_spec(name) for name in ("langgraph", "langchain_openai"))
         return None if found else "langgraph and langchain-openai are not installed"
+
+    def prepare(self, setup: Setup) -> None:
+        """Start the server; the editor is shown all that the others wrote, so its slots are longer than the jobs."""
+        super().prepare(replace(setup, length=3 * setup.length))
 
     def run(self, jobs: Sequence[Job]) -> RunTimes:
         """Run the graphs; each call has the time of its answer and as many tokens as the server says."""
