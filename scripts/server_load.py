@@ -1,6 +1,7 @@
-"""A load test of the server on loopback: 64 clients, half of which vanish at random moments.
+"""A load test of the server on loopback: 64 clients, half of which vanish at random moments, some read slowly.
 
     python scripts/server_load.py [--clients 64] [--rounds 20] [--toy]
+    python scripts/server_load.py --toy --clients 1000 --rounds 1      # all at once: most of them queued
 
 Prints one JSON line. Fails when a sequence, a block or a lease is left, a stream broke off, or memory grew.
 """

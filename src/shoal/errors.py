@@ -150,6 +150,13 @@ class EngineClosedError(ShoalError):
     """The engine is closed, or has failed, and takes no more requests. `__cause__` is why, if it failed."""
 
 
+class ReplicaLostError(ShoalError):
+    """The replica of a cluster that served a request died or fell silent. `value` is its name.
+
+    Raised where the answer had begun, or where a second replica was lost as well: a request is sent elsewhere once.
+    """
+
+
 class BenchmarkError(ShoalError):
     """A measurement could not be made, or a result file is not one. `value` names the system, level or file."""
 

@@ -32,7 +32,7 @@ def router(*names: str, **config: float) -> Router:
     made = Router(SIZE, RouterConfig(**config))  # type: ignore[arg-type]
     for name in names:
         made.add(name)
-        assert made.apply(name, batch(0, Cleared()), snapshot=True)
+        assert made.apply(name, batch(0, Cleared()))
     return made
 
 
@@ -98,7 +98,7 @@ def test_a_gap_is_seen_and_a_snapshot_mends_it() -> None:
     assert not to.apply("a", batch(3, stored(PROMPT[:16])))
     assert to.seq("a") == 1
     assert to.held_blocks("a") == 2
-    assert to.apply("a", batch(3, Cleared(), stored(PROMPT[:12])), snapshot=True)
+    assert to.apply("a", batch(3, Cleared(), stored(PROMPT[:12])))
     assert to.held_blocks("a") == 3
     assert to.apply("a", batch(4, Removed(tuple(hashes(PROMPT)[2:3]))))
 

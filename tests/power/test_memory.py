@@ -17,7 +17,7 @@ from shoal.engine.loop import RequestState, StepLoop
 from shoal.engine.pressure import MemoryWatch
 from shoal.errors import MemoryPressureError, SensorError
 from shoal.power.macos import mac_pressure
-from shoal.power.memory import AvailableMemory, ContainerMemory, MemoryStalls, find_memory_sensors
+from shoal.power.memory import AvailableMemory, ContainerMemory, MemoryStalls, find_memory_sensors, own_cgroup
 from shoal.power.readings import Level
 from shoal.power.sensors import SimulatedSensor
 from shoal.runners.fake import ByteTokenizer, FakeRunner
@@ -155,9 +155,9 @@ def test_at_last_new_requests_are_refused_and_taken_again() -> None:
 def test_what_linux_tells(tmp_path: Path) -> None:
     with pytest.raises(SensorError):
         MemoryStalls(tmp_path, tmp_path)
-    (tmp_path / "memory.pressure").write_text("some avg10=26.50 avg60=3.00 avg300=0.10 total=99\nfull avg10=1.0\n")
+    (tmp_path / "memory.pressure").write_text("some avg10=46.50 avg60=3.00 avg300=0.10 total=99\nfull avg10=1.0\n")
     reading = MemoryStalls(tmp_path, tmp_path).read()
-    assert (reading.value, reading.level) == (26.5, Level.SERIOUS)
+    assert (reading.value, reading.level) == (46.5, Level.SERIOUS)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,17 @@ def test_what_a_container_tells(tmp_path: Path, used: int, cached: int, level: i
         ContainerMemory(tmp_path)
     (tmp_path / "memory.max").write_text(f"{100 << 20}\n")
     assert ContainerMemory(tmp_path).read().level == level
+
+
+def test_the_own_group_is_asked_where_it_can_be_seen(tmp_path: Path) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    assert own_cgroup(proc, root) == root
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("0::/user.slice/app\n")
+    assert own_cgroup(proc, root) == root
+    (root / "user.slice" / "app").mkdir(parents=True)
+    (root / "user.slice" / "app" / "memory.current").write_text("1")
+    assert own_cgroup(proc, root) == root / "user.slice" / "app"
 
 
 def test_what_macos_and_the_system_tell() -> None:

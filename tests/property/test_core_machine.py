@@ -5,7 +5,9 @@ The toy model's logits depend on every cached slot, so each request's tokens are
 
 from __future__ import annotations
 
+import random
 from functools import cache
+from math import inf
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -13,13 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
-from shoal.core.commands import CancelExpectation, Expect, PreemptAll
+from shoal.core.commands import CancelExpectation, Expect, KeepCached, PreemptAll, PreemptLow
 from shoal.engine.inputs import InputProcessor
+from shoal.engine.kv.buffers import Buffers
+from shoal.engine.kv.host import HostTier
+from shoal.engine.kv.tiering import Tiering
 from shoal.engine.loop import RequestState, StepLoop
 from shoal.errors import KVBudgetError, PromptTooLongError, RunnerError
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepPlan
 from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
+from tests.support.drafting import draft_anything
 
 TRUNKS = (
     "",
@@ -35,7 +41,7 @@ def alone(prompt: str, sampling: tuple[tuple[str, object], ...], splits: bool, s
     runner = FakeRunner(
         num_blocks=256, block_size=BLOCK, context_length=512, splits_decode=splits, checkpoints=min(states, 1)
     )
-    config = EngineConfig(max_batch=1, prefix_sharing=False)
+    config = EngineConfig(max_batch=1, prefix_sharing=False, speculation=False)
     loop = StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), config)
     events: list[Event] = []
     request = Request(prompt=prompt, sampling=SamplingParams(**dict(sampling)))  # type: ignore[arg-type]
@@ -66,6 +72,7 @@ class CoreMachine(RuleBasedStateMachine):
         states=st.sampled_from([0, 0, 1, 4]),
         chunk=st.sampled_from([1, 1, 4]),
         cached=st.sampled_from([None, 0, 5]),
+        host=st.sampled_from([None, 5, 1000]),
     )
     def start(
         self,
@@ -77,6 +84,7 @@ class CoreMachine(RuleBasedStateMachine):
         states: int,
         chunk: int,
         cached: int | None,
+        host: int | None,
     ) -> None:
         self.splits, self.states = splits, states
         self.runner = FakeRunner(
@@ -99,6 +107,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.loop = StepLoop(
             self.runner, InputProcessor(self.runner.spec, ByteTokenizer(), 0), config, clock=self.clock
         )
+        draft_anything(self.loop, random.Random(blocks))
+        if host is not None:
+            size = self.runner.block_bytes
+            tier, buffers = HostTier(host * size), Buffers(size, 0)
+            self.loop.tiering = Tiering(self.loop.scheduler, self.runner, tier, None, buffers)
         self.events: dict[str, list[Event]] = {}
         self.request_states: dict[str, RequestState] = {}
         self.expected: dict[str, tuple[int, ...]] = {}
@@ -132,6 +145,7 @@ class CoreMachine(RuleBasedStateMachine):
         group=st.sampled_from(["", "a", "b"]),
         task=st.sampled_from(["", "t"]),
         path=st.integers(0, 3),
+        keep_s=st.sampled_from([0.0, 0.0, 0.5]),
     )
     def arrive(
         self,
@@ -144,6 +158,7 @@ class CoreMachine(RuleBasedStateMachine):
         group: str,
         task: str,
         path: int,
+        keep_s: float,
     ) -> None:
         prompt = trunk + "x" * tail + "?"
         fields = {"max_tokens": length, "temperature": temperature, "seed": seed}
@@ -155,6 +170,7 @@ class CoreMachine(RuleBasedStateMachine):
             group=group,
             namespace=Namespace(task=task),
             critical_path=path,
+            keep_s=keep_s,
         )
         name = self.submit(request)
         if name is not None:
@@ -223,6 +239,19 @@ class CoreMachine(RuleBasedStateMachine):
     def suspend(self, drop: bool) -> None:
         self.loop.scheduler.apply(PreemptAll(drop_cached=drop))
 
+    @rule(keeping=st.booleans())
+    def run_short_of_memory(self, keeping: bool) -> None:
+        self.loop.scheduler.apply(KeepCached(keeping))
+
+    @rule()
+    def low_gives_way(self) -> None:
+        self.loop.scheduler.apply(PreemptLow())
+
+    @rule()
+    @precondition(lambda self: self.loop.idle)
+    def copy_out(self) -> None:
+        self.loop.copy_out()
+
     @rule(steps=st.integers(1, 12))
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -256,6 +285,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.loop.unpin(seq_id)
         for tokens, due in self.expected_prefixes:
             self.loop.scheduler.apply(CancelExpectation(tokens, Namespace(), due))
+        self.loop.scheduler._keeping.expire(inf)
         assert not self.loop.scheduler.kv.tree.eviction._announced, "an announcement was not taken back"
         check_integrity(self.loop.scheduler)
         assert self.loop.scheduler.kv.pool.num_held == 0

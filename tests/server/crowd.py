@@ -1,4 +1,4 @@
-"""A crowd of clients, half of which vanish at random moments."""
+"""A crowd of clients, half of which vanish at random moments, and of the others every second one reads slowly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import httpx
 async def crowd(
     url: str, clients: int, rounds: int, body: Mapping[str, Any], *, seed: int = 0, patience_s: float = 0.5
 ) -> Counter[str]:
-    """Each client makes `rounds` calls, streamed or whole; counts how they ended. Every second one vanishes."""
+    """Each client makes `rounds` calls, streamed or whole; counts how they ended. Every second one vanishes, every
+    fourth one reads its streams slowly.
+    """
     ends: Counter[str] = Counter()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
@@ -41,12 +43,12 @@ async def _client(
         call = {**body, "messages": [{"role": "user", "content": text}], "stream": rng.random() < 0.5}
         try:
             async with asyncio.timeout(rng.random() * patience_s if number % 2 else None):
-                ends[await _call(http, call)] += 1
+                ends[await _call(http, call, pause_s=0.02 if number % 4 == 2 else 0)] += 1
         except TimeoutError:
             ends["vanished"] += 1
 
 
-async def _call(http: httpx.AsyncClient, call: Mapping[str, Any]) -> str:
+async def _call(http: httpx.AsyncClient, call: Mapping[str, Any], pause_s: float) -> str:
     if not call["stream"]:
         answer = await http.post("/v1/chat/completions", json=call)
         return str(answer.status_code)
@@ -54,5 +56,6 @@ async def _call(http: httpx.AsyncClient, call: Mapping[str, Any]) -> str:
         last = ""
         async for line in answer.aiter_lines():
             last = line or last
+            await asyncio.sleep(pause_s)
         done = answer.status_code != 200 or last == "data: [DONE]"
         return str(answer.status_code) if done else "broken"

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.runners.fake import FakeRunner
+from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepPlan
 from shoal.sampling.grammar import GrammarCompiler
 from shoal.types import SamplingParams
@@ -286,9 +286,10 @@ def test_unknown_models_routes_and_methods(live: Live) -> None:
     assert error_of(live.http.get("/v1/models/gpt-9"))["code"] == "model_not_found"
     assert error_of(live.http.get("/nowhere"))["code"] == "not_found"
     assert live.http.get("/v1/chat/completions").status_code == 405
-    embeddings = live.post("/v1/embeddings", {"input": "x"})
-    assert embeddings.status_code == 404
-    assert "embeddings" in error_of(embeddings)["message"]
+    for path, word in (("/v1/embeddings", "embeddings"), ("/v1/responses/compact", "compacts")):
+        missing = live.post(path, {"input": "x"})
+        assert missing.status_code == 404
+        assert word in error_of(missing)["message"]
 
 
 BAD_STRUCTURE: list[dict[str, Any]] = [
@@ -336,6 +337,12 @@ def held(
         yield {**fields, "tools": [{"type": "function", **function}], "tool_choice": "required"}, "tools"
         return
     fields |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [_MESSAGE]}
+    if path == "/v1/messages":
+        yield {**fields, "output_config": {"format": {"type": "json_schema", "schema": schema}}}, "output_config"
+        tool = {"name": "f", "input_schema": schema, "strict": True}
+        yield {**fields, "tools": [tool], "tool_choice": {"type": "any"}}, "tools"
+        yield {**fields, "tools": [tool], "tool_choice": {"type": "tool", "name": "f"}}, "tools"
+        return
     yield {**fields, "structured_outputs": {"json": schema}}, "structured_outputs"
     if regex is not None:
         yield {**fields, "structured_outputs": {"regex": regex}}, "structured_outputs"
@@ -347,7 +354,7 @@ def held(
         yield {**fields, "tools": tools}, "tools"
 
 
-PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 USUAL: list[dict[str, Any]] = [  # what libraries emit
     {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a", "undeclared"]},
     {"type": "object", "properties": {"id": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}}},
@@ -376,8 +383,9 @@ def test_what_is_too_large_for_the_compiler_is_a_400_everywhere(live: Live, path
             continue  # no call may come
         answer = live.post(path, body)
         assert answer.status_code == 400, (answer.text, body)
-        assert (error_of(answer)["param"] or "").startswith(param)
-        assert "a{9999}" in error_of(answer)["message"]
+        error = answer.json()["error"]
+        assert (error.get("param") or error["message"]).startswith(param)  # Anthropic's shape has the message alone
+        assert "a{9999}" in error["message"]
         [last] = [line for line in live.post(path, {**body, "stream": True}).text.split("\n") if '"error"' in line][-1:]
         assert "a{9999}" in last
 
@@ -486,3 +494,75 @@ def test_one_bad_request_harms_nobody(live: Live) -> None:
         live.post("/v1/chat/completions", {"messages": [_MESSAGE], **fields})
     assert live.chat("the neighbour").json()["choices"][0]["message"]["content"] == good
     live.wait_idle()
+
+
+LENGTHS = {
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in LENGTHS.items() for field in fields])
+def test_more_tokens_than_fit_are_cut_to_what_fits_in_every_api(path: str, field: str) -> None:
+    text = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}.get(path, {"messages": [_MESSAGE]})
+    with Live(toy(kv_memory=2**16, max_batch=2)) as live:
+        answer = live.post(path, {**text, field: 10**6})
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        ended = {"length", "incomplete", "max_tokens", "stop", "completed", "end_turn"}
+        assert (told.get("stop_reason") or told.get("status") or told["choices"][0]["finish_reason"]) in ended
+        refused = live.post(path, {**text, field: 0})
+        assert refused.status_code == 400
+        assert field in refused.json()["error"]["message"]
+        live.wait_idle()
+
+
+def test_a_prompt_far_too_long_is_refused_before_it_is_tokenised_in_every_api(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest: list[int] = []
+    encode = ByteTokenizer.encode
+
+    def heard(self: ByteTokenizer, text: str, **settings: Any) -> list[int]:
+        longest.append(len(text))
+        return encode(self, text, **settings)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", heard)
+    long = "word " * 400_000
+    said = {"role": "user", "content": long}
+    result = {"type": "function_call_output", "call_id": "c", "output": long}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": [said]}),
+        ("/v1/chat/completions", {"messages": [{**said, "content": [{"type": "text", "text": long}]}]}),
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/completions", {"prompt": ["x", long]}),
+        ("/v1/responses", {"input": long}),
+        ("/v1/responses", {"input": "x", "instructions": long}),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "c", "name": "f"}, result]}),
+        ("/v1/messages", {"messages": [said], "max_tokens": 1}),
+        ("/v1/messages", {"messages": [_MESSAGE], "system": long, "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [said]}),
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": [said]}),
+    ]
+    for path, body in bodies:
+        answer = live.post(path, body)
+        assert answer.status_code == 400, (path, list(body), answer.text[:200])
+        assert "tokens" in answer.json()["error"]["message"]
+    assert max(longest, default=0) < len(long)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_number_that_json_does_not_have_is_a_400_wherever_callers_put_their_own(
+    live: Live, path: str, number: str
+) -> None:
+    for body, param in held(path, {"type": "object", "properties": {"a": {"default": "HERE"}}}):
+        text = json.dumps(body).replace('"HERE"', number)
+        answer = live.http.post(path, content=text, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert param in (error.get("param") or error["message"])
+        assert "no number" in error["message"]

@@ -33,7 +33,9 @@ def counted(before: str, element: str, after: str, count: int = 60_000) -> bytes
 
 
 CHAT, TEXT, RESPONSE, TOKENS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
+ANTHROPIC, COUNT, UNTOKEN = "/v1/messages", "/v1/messages/count_tokens", "/detokenize"
 MESSAGES = '{"messages": [{"role": "user", "content": "x"}], '
+BLOCKS = '"messages": [{"role": "user", "content": [{"type": "tool_result", "content": ['
 LONG = "x" * SIZE
 LONG_TOOL = '"tools": [{"type": "function", "function": {"name": "f", "description": "' + LONG + '"}}]}'
 BODIES: dict[str, tuple[str, bytes]] = {
@@ -62,6 +64,13 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "strings with escapes": (CHAT, repeated('{"messages": [', '"\\u00e9"', "]}", 3 * 2**20)),
     "numbers of many digits": (TEXT, repeated('{"prompt": [', "9" * 400, "]}")),
     "white space": (TEXT, b'{"prompt":' + b" " * (8 * 2**20 - 20) + b"1}"),
+    "numbers for turns": (ANTHROPIC, repeated('{"max_tokens": 1, "messages": [', "0", "]}", 200_000)),
+    "numbers for blocks": (COUNT, repeated('{"messages": [{"role": "user", "content": [', "0", "]}]}", 200_000)),
+    "blocks in blocks": (ANTHROPIC, repeated(f'{{"max_tokens": 1, {BLOCKS}', '{"type": "text"}', "]}]}]}", 200_000)),
+    "tools of Anthropic's": (ANTHROPIC, repeated('{"max_tokens": 1, "tools": [', "{}", "]}", 100_000)),
+    "stops by the thousand": (ANTHROPIC, repeated('{"max_tokens": 1, "stop_sequences": [', '"a"', "]}", 100_000)),
+    "a system of numbers": (ANTHROPIC, repeated('{"max_tokens": 1, "system": [', "0", "]}", 100_000)),
+    "tokens that are none": (UNTOKEN, repeated('{"tokens": [', '"a"', "]}", 400_000)),
     "a label": (CHAT, (MESSAGES + f'"user": "{LONG}"}}').encode()),
 }
 
@@ -103,9 +112,27 @@ def test_a_body_of_the_wrong_shape_costs_little_and_delays_nobody(watched: tuple
     tracemalloc.stop()
     assert answer.status_code == 400, answer.text[:300]
     assert len(answer.content) < 2000
-    assert error_of(answer)["code"] not in ("invalid_json", "internal_error")
+    if path not in (ANTHROPIC, COUNT):  # whose errors have no codes
+        assert error_of(answer)["code"] not in ("invalid_json", "internal_error")
     assert peak < 20 * len(body) + 30e6, f"{peak / 1e6:.0f} MB for {len(body) / 1e6:.1f} MB"
     assert ticker.worst < 2, f"the event loop stood still for {ticker.worst:.2f} s"  # it was half a minute
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSE, ANTHROPIC, COUNT])
+def test_tools_have_a_count_in_every_api(watched: tuple[Live, Ticker], path: str) -> None:
+    live, _ = watched
+    said: dict[str, Any] = {"input": "x"} if path == RESPONSE else {"messages": [{"role": "user", "content": "x"}]}
+    said |= {"max_tokens": 1} if path == ANTHROPIC else {}
+
+    def tool(number: int) -> dict[str, Any]:
+        if path in (ANTHROPIC, COUNT):
+            return {"name": f"f{number}", "input_schema": {"type": "object"}}
+        function = {"name": f"f{number}", "parameters": {"type": "object"}}
+        return {"type": "function", **function} if path == RESPONSE else {"type": "function", "function": function}
+
+    answer = live.post(path, {**said, "tools": [tool(number) for number in range(513)]})
+    assert answer.status_code == 400
+    assert "limit is 512" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
 import anthropic
 from anthropic import Anthropic
 
+from shoal.server.anthropic.messages import _object
 from shoal.server.openai import prompts
 from tests.support.live import Live, toy
 from tests.support.thinking import SWITCHED, thinking_toy
@@ -238,3 +239,10 @@ def test_the_real_model_holds_a_conversation(real: Live) -> None:
 def real_name(server: Live) -> str:
     assert server.hub.served is not None
     return server.hub.served.name
+
+
+@pytest.mark.parametrize(
+    "written", ['{"a": 1e999}', '{"a": [-1e999]}', '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000, "7"]
+)
+def test_input_of_a_tool_that_is_no_json_is_told_as_text(written: str) -> None:
+    assert _object(written) == {"INVALID_JSON": written}

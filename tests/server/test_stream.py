@@ -306,6 +306,22 @@ def test_a_run_that_nobody_reads_is_not_streamed_for_ever() -> None:
         assert live.http.get(path).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/page/main.js"])
+def test_a_small_answer_that_nobody_reads_does_not_hold_its_socket(path: str) -> None:
+    with Live(toy(), write_timeout_s=0.2) as live:
+        # Buffers of the system so small that part of an answer stays in the server, which alone can give it up.
+        live._listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1024)
+        with socket.socket() as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            wire.connect(("127.0.0.1", live.port))
+            head = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+            wire.sendall(head * 20)
+            wait_for(lambda: len(live.server.server_state.connections) == 1)
+            wait_for(lambda: not live.server.server_state.connections)
+        assert live.http.get(path).status_code in (200, 404)
+        live.wait_idle()
+
+
 def test_a_long_call_outlives_the_limit_on_heads() -> None:
     with Live(toy(step_s=0.02), body_timeout_s=0.1) as live:
         assert live.chat(max_tokens=40).json()["usage"]["completion_tokens"] == 40

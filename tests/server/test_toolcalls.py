@@ -381,3 +381,11 @@ def test_what_is_not_ascii_reaches_the_prompt_as_itself() -> None:
     assert text.count(words) == 2
     assert '{"město": "北京"}' in text
     assert "\\u" not in text
+
+
+@pytest.mark.parametrize("order", ['{{"name": "look", "arguments": "{0}"}}', '{{"arguments": "{0}", "name": "look"}}'])
+def test_half_of_a_surrogate_pair_in_a_call_can_go_out(order: str) -> None:
+    parser = ToolCallParser(["look"])
+    pieces = [*parser.push(order.format('{\\"a\\": \\"\\ud800\\"}')), *parser.finish()]
+    written = "".join(piece.arguments for piece in pieces if isinstance(piece, CallDelta))
+    assert json.loads(written.encode().decode()) == {"a": "\ufffd"}

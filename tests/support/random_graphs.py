@@ -98,7 +98,8 @@ class RandomGraph:
 
     def _map(self, number: int) -> None:
         plan = Agent(f"plan{number}", task="Plan.", schema=Outline, on_failure=default(Outline(["x", "y"], True)))
-        over: Source = self._luck.choice([Input("documents"), self.graph.add(plan, after=self._some()).sections])
+        sources: list[Source] = [Input("documents"), self.graph.add(plan, after=self._some()).sections]
+        over = self._luck.choice(sources)
         parts = self.graph.map(self._writer(f"m{number}", task="Write {item} ({index})."), over=over)
         if self._luck.random() < 0.5:
             self.graph.reduce(self._writer(f"r{number}"), over=parts, width=2)

@@ -7,6 +7,7 @@ import logging
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.disk import DiskTier
 from shoal.engine.kv.files import KVFiles, clear, stored
 from shoal.runners.fake import FakeRunner
+from shoal.types import Request, SamplingParams
+from tests.support.engines import toy_engine
 from tests.support.tiers import SIZE, BadFiles, Lab, alone
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +138,35 @@ def test_a_disk_slower_than_computing_is_not_waited_for_again(tmp_path: Path, mo
     lab.close()
 
 
+def test_one_that_comes_while_another_waits_for_the_disk_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    known = Request(prompt="known " * 40, sampling=sampling)
+    with toy_engine(kv_cache="1MiB") as engine:
+        expected = engine.complete(known).tokens
+    monkeypatch.setattr(shoal.engine.kv.tiering, "_WAIT_S", (60.0, 60.0))
+    freed = threading.Event()
+    read = KVFiles.read
+
+    def stuck_read(self: KVFiles, digest: bytes, buffers: Buffers) -> object:
+        freed.wait(60.0)
+        return read(self, digest, buffers)
+
+    monkeypatch.setattr(KVFiles, "read", stuck_read)
+    with toy_engine(kv_cache="1MiB") as engine:
+        waits = engine.submit(known)
+        while not (engine._loop.kv_on_its_way and engine._loop.rest_s):
+            time.sleep(0.001)
+        other = engine.submit(Request(prompt="another one", sampling=sampling)).result(10.0)
+        assert other.finish_reason == "length"
+        assert waits.state == "queued"
+        freed.set()
+        assert waits.result().tokens == expected
+        assert waits.result().receipt.disk_tokens == 224
+
+
 def test_a_damaged_block_is_not_used_and_is_deleted(tmp_path: Path) -> None:
     before = Lab(tmp_path)
     for prompt in PROMPTS:
@@ -227,6 +259,23 @@ def test_what_is_kept_is_shown_and_cleared(tmp_path: Path) -> None:
     assert clear(kept) == kept.bytes
     assert stored(tmp_path) == []
     assert stored(tmp_path / "nowhere") == []
+
+
+def test_an_engine_goes_on_after_its_blocks_were_cleared(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.ask(PROMPTS[0])
+    (kept,) = stored(tmp_path)
+    clear(kept)
+    lab.ask(PROMPTS[1])
+    settle(lab)
+    assert lab.tiers.stats().disk_fault is None
+    lab.loop.drop_kv()
+    assert lab.ask(PROMPTS[0])[0] == alone(PROMPTS[0])  # its index still has them: they are not there any more
+    lab.close()
+    again = Lab(tmp_path)
+    assert again.ask(PROMPTS[1])[1].disk_tokens == 40
+    again.close()
+    assert stored(tmp_path)[0].about["model"] == "fake"
 
 
 def test_half_written_files_of_dead_processes_are_deleted(tmp_path: Path) -> None:

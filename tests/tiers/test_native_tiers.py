@@ -82,3 +82,32 @@ def test_memory_that_is_given_back_is_not_read(tmp_path: Path) -> None:
     (again,) = answers(lab, [prompt])
     assert (again.tokens, again.receipt.cached_tokens) == (first.tokens, 0)
     runner.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell resident memory")
+def test_thirty_turns_with_memory_for_five_grow_nothing(tmp_path: Path) -> None:
+    """Six chats of five turns each, on a device that holds about one of them: the rest comes from disk."""
+    isas()
+    path = write_model(tmp_path / "tiny.gguf", "llama", "Q8_0")
+    probe = open_tiny(path)
+    block_bytes = probe.spec.block_bytes
+    probe.close()
+    lab = Lab(tmp_path / "kv", quota=1 << 30, runner=open_tiny(path, kv_bytes=block_bytes * 14))
+    rng = random.Random(6)
+    chats: list[list[int]] = [[] for _ in range(6)]
+    prompts = cached = 0
+    sizes = []
+    for turn in range(90):
+        if turn % 30 == 0:
+            chats = [[rng.randrange(3, 120) for _ in range(60)] for _ in range(6)]
+        chat = chats[turn % 6]
+        chat += (rng.randrange(3, 120) for _ in range(40))
+        (result,) = answers(lab, [chat])
+        prompts, cached = prompts + result.prompt_tokens, cached + result.cached_tokens
+        chat += result.tokens
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4)
+    assert cached > prompts * 0.5
+    assert lab.tiers.stats().restored_disk_blocks > 50
+    assert max(sizes[60:]) < max(sizes[:30]) + 8192, f"resident memory grew, in KiB: {sizes[::10]}"
+    lab.close()
+    lab.runner.close()

@@ -13,7 +13,7 @@ from shoal.core.kv import KVCacheManager
 from shoal.engine.record import replay
 from shoal.errors import ConfigError
 from shoal.runners.fake import FakeRunner
-from shoal.types import Namespace
+from shoal.types import Namespace, Priority
 from tests.support.engines import toy_engine, toy_loop
 from tests.support.tiers import SIZE, Lab, alone
 
@@ -211,6 +211,20 @@ def test_above_its_quota_the_disk_forgets_what_was_of_no_use_the_longest(
     again.close()
 
 
+def test_what_is_sure_to_be_wanted_is_deleted_last(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, quota=12 * (64 + SIZE * 8))
+    prompts = [[start + i for i in range(34)] for start in (10, 60, 110, 160)]
+    _, events = lab.add(prompts[0], keep_s=3600.0)
+    lab.drain()
+    for prompt in prompts[1:]:
+        lab.ask(prompt)
+    lab.close()
+    assert events[-1].result is not None
+    again = Lab(tmp_path)
+    assert again.ask(prompts[0])[1].disk_tokens == 32
+    again.close()
+
+
 def test_giving_up_all_kv_gives_up_host_memory_too() -> None:
     lab = Lab(host=1 << 20)
     lab.ask(PROMPT)
@@ -245,6 +259,22 @@ def test_settings_make_the_tiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert results[1].receipt.disk_tokens == 288
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in (tmp_path / "kv").rglob("*") if file.is_file())
+
+
+def test_one_that_was_preempted_gets_its_kv_back(tmp_path: Path) -> None:
+    lab = Lab(host=1 << 20, blocks=24, max_batch=1)
+    low, told = lab.add([*range(10, 90)], 30, priority=Priority.LOW)
+    for _ in range(12):
+        lab.step()
+    lab.settle()
+    _, first = lab.add([*range(100, 200)], 40, priority=Priority.HIGH)  # takes its place and most of its blocks
+    lab.drain()
+    assert low.seq.preemptions == 1
+    for prompt, events, count in (([*range(10, 90)], told, 30), ([*range(100, 200)], first, 40)):
+        assert events[-1].result is not None
+        assert events[-1].result.tokens == alone(prompt, count)
+    assert lab.tiers.stats().restored_host_blocks >= 4
+    assert low.seq.computed_tokens < 80 + 30 + SIZE, "what it had lost was not computed again"
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -148,15 +148,17 @@ def test_batches_are_numbered_and_a_late_reader_gets_a_snapshot() -> None:
 def test_a_reader_that_comes_back_gets_what_it_missed() -> None:
     with toy() as engine:
         staying: list[None] = []
-        engine.call(lambda: engine.feed.listen(lambda: staying.append(None)))
+        feed = engine.feed
+        assert feed is not None
+        engine.call(lambda: feed.listen(lambda: staying.append(None)))
         first = asyncio.run(read(engine, None, ["a" * 70]))
         ask(engine, "b" * 70)
         engine.call(lambda: None)
-        again = engine.feed.since(first[-1].seq)
+        again = feed.since(first[-1].seq)
         assert again
         assert not any(isinstance(change, Cleared) for batch in again for change in batch.changes)
         assert held((c for b in again for c in b.changes), held(c for b in first for c in b.changes)) >= set(
             content_hashes(list(b"b" * 64), HERE, 32)
         )
-        assert engine.feed.since(first[0].seq - 5) is None
+        assert feed.since(first[0].seq - 5) is None
         assert staying

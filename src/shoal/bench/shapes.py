@@ -186,8 +186,8 @@ def _floats(pool: NDArray[np.uint8], name: str, size: tuple[int, ...]) -> NDArra
         return np.ones(size, np.float32)
     if name.endswith("ssm_a"):
         return np.full(size, -0.1, np.float32)
-    drawn = (np.resize(pool, size).astype(np.float32) - 127.5) / 74
-    return drawn / np.float32(size[-1] ** 0.5)
+    drawn = (np.resize(pool, size).astype(np.float32) - np.float32(127.5)) / np.float32(74 * size[-1] ** 0.5)
+    return drawn.astype(np.float32)
 
 
 def _random_rows(pool: NDArray[np.uint8], kind: str, rows: int, columns: int) -> NDArray[np.uint8]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.errors import BackendError
+
 if TYPE_CHECKING:
+    from shoal.cluster.config import ClusterConfig
     from shoal.cluster.figures import PolicyRow
 
 app = typer.Typer(no_args_is_help=True, help="Replicas of a model behind one door.")
@@ -17,6 +24,87 @@ app = typer.Typer(no_args_is_help=True, help="Replicas of a model behind one doo
 @app.callback()
 def _cluster() -> None:
     pass
+
+
+@app.command("up")
+def up(
+    file: Annotated[Path, typer.Argument(help="The cluster, in YAML (docs/cluster.md).", exists=True, dir_okay=False)],
+) -> None:
+    """Run the replicas that a file describes, and a door before them, until a signal comes."""
+    require("fastapi", "server")
+    require("httpx", "remote")
+    from shoal.cluster.config import read_config
+
+    config = read_config(file)
+    if config.addresses:
+        from shoal.cluster.door import serve_addresses
+
+        serve_addresses(config, lambda port: _tell(config, port))
+        return
+    require("ray", "cluster")
+    from shoal.cluster import rayserve
+
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        rayserve.start(config)
+        _tell(config, config.port)
+        stopped.wait()
+    finally:
+        rayserve.stop()
+
+
+def _tell(config: ClusterConfig, port: int) -> None:
+    print(f"a cluster serves {config.model} on http://{config.host}:{port}/v1", flush=True)
+
+
+def require(module: str, extra: str) -> None:
+    """BackendError when what an extra brings is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise BackendError(f"{module} is not installed", hint=f"pip install 'shoal[{extra}]'")
+
+
+@app.command("faults")
+def faults(
+    times: Annotated[int, typer.Option(help="How often each fault.", min=1)] = 50,
+    model: Annotated[str, typer.Option(help="What the replicas run.")] = "toy",
+    replicas: Annotated[int, typer.Option(help="How many replicas.", min=2)] = 3,
+    only: Annotated[list[str] | None, typer.Option(help="This fault alone; may be given again.")] = None,
+) -> None:
+    """Kill, stop, slow and starve replicas started here, under load. Status 1 when a request is not accounted for."""
+    require("fastapi", "server")
+    require("httpx", "remote")
+    from shoal.cluster import faults
+
+    logging.getLogger("shoal").setLevel(logging.CRITICAL)  # a warning for each request that is sent elsewhere
+    ok = True
+    for name in only or list(faults.FAULTS):
+        tally = faults.run_fault(name, times, model=model, replicas=replicas)
+        print(tally, flush=True)
+        ok = ok and tally.sound
+    if not ok:
+        raise typer.Exit(1)
+
+
+@app.command("compare")
+def compare(
+    replicas: Annotated[list[int] | None, typer.Option(help="How many; may be given again (2 and 4).", min=1)] = None,
+    model: Annotated[str, typer.Option(help="What the replicas run.")] = "smollm2-135m",
+    calls: Annotated[int, typer.Option(help="Calls in all.", min=8)] = 48,
+) -> None:
+    """Prompt tokens that real replicas on this machine compute, beside the simulation's. Status 1 beyond 5 %."""
+    require("fastapi", "server")
+    require("httpx", "remote")
+    from shoal.cluster.compare import compare_tokens
+
+    ok = True
+    for count in replicas or [2, 4]:
+        told = compare_tokens(model, count, calls)
+        print(told, flush=True)
+        ok = ok and told.close
+    if not ok:
+        raise typer.Exit(1)
 
 
 @app.command("simulate")

@@ -81,6 +81,7 @@ def serve(
         cors_origins=tuple(cors or ()),
         log_prompts=log_prompts,
         history=default_root() / "history.db",
+        state=default_root() / "interrupted",
         allowed_hosts=(host, *(allow_host or ())),
     )
     logs.configure()

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster.held import HeldIndex
-from shoal.core.journal import BlockHash, Removed, Stored
+from shoal.core.journal import BlockHash, Cleared, Removed, Stored
 from shoal.engine.feed import BlockBatch
 
 _KEYS = 65_536  # sessions whose replica is remembered
@@ -122,14 +122,16 @@ class Router:
 
     # -- what they tell -----------------------------------------------------------------------------------------
 
-    def apply(self, replica: str, batch: BlockBatch, *, snapshot: bool = False, now: float | None = None) -> bool:
+    def apply(self, replica: str, batch: BlockBatch, *, now: float | None = None) -> bool:
         """Take a batch in. False, and nothing is changed, where some before it are missing: ask for a snapshot.
 
+        A snapshot begins with `Cleared` and may follow anything.
         `now` is on the clock of `batch.time_s`, to tell how old its load is; None: too old.
         """
         slot = self._slots.get(replica)
         if slot is None:
             return True
+        snapshot = batch.changes[:1] == (Cleared(),)
         if not snapshot and self._seqs.get(replica) != batch.seq - 1:
             return False
         self._seqs[replica] = batch.seq

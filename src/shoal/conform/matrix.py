@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from shoal.conform.outcome import CaseOutcome, Target, attempt
 
@@ -17,7 +20,8 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]},
     },
 }
-_IMAGE = "data:image/png;base64,aGk="
+_PATIENCE_S = 20
+Cases: TypeAlias = dict[str, Callable[[], object]]
 _COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
 
 
@@ -26,26 +30,47 @@ def matrix(target: Target) -> Iterator[CaseOutcome]:
     import openai
 
     with openai.OpenAI(base_url=target.url, api_key="none", max_retries=0, timeout=120) as client:
-        for name, case in _cases(client, target.model, openai).items():
+        caller = _Caller(client, target.model, openai)
+        for name, case in {**_chats(caller), **_refusals(caller), **_others(caller)}.items():
             yield attempt(name, case)
+            _wait_for(client, openai)
 
 
-def _cases(client: Any, model: str, openai: Any) -> dict[str, Callable[[], object]]:
-    def chat(**fields: Any) -> Any:
-        body = {"model": model, "messages": _USER, "max_tokens": 12, "temperature": 0}
-        return client.chat.completions.create(**{**body, **fields})
+def _wait_for(client: Any, openai: Any) -> None:
+    """Wait for a server that the last case has ended and somebody starts again: the next case is not at fault."""
+    for _ in range(_PATIENCE_S * 4):
+        with suppress(openai.APIError):
+            client.models.list(timeout=5)
+            return
+        time.sleep(0.25)
 
-    def text(**fields: Any) -> Any:
-        body = {"model": model, "prompt": "One, two,", "max_tokens": 6, "temperature": 0}
-        return client.completions.create(**{**body, **fields})
 
-    def refused(**fields: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Calls of one server, with fields that a case may change."""
+
+    client: Any
+    model: str
+    openai: Any
+
+    def chat(self, **fields: Any) -> Any:
+        body = {"model": self.model, "messages": _USER, "max_tokens": 12, "temperature": 0}
+        return self.client.chat.completions.create(**{**body, **fields})
+
+    def text(self, **fields: Any) -> Any:
+        body = {"model": self.model, "prompt": "One, two,", "max_tokens": 6, "temperature": 0}
+        return self.client.completions.create(**{**body, **fields})
+
+    def refused(self, **fields: Any) -> None:
         try:
-            chat(**fields)
-        except openai.BadRequestError:
+            self.chat(**fields)
+        except self.openai.BadRequestError:
             return
         raise AssertionError("was not refused with status 400")
 
+
+def _chats(caller: _Caller) -> Cases:
+    chat = caller.chat
     return {
         "chat": lambda: _is(chat().choices[0].message.role == "assistant", "no message of the assistant"),
         "chat: content as parts": lambda: chat(
@@ -63,7 +88,7 @@ def _cases(client: Any, model: str, openai: Any) -> dict[str, Callable[[], objec
             chat(max_tokens=1).choices[0].finish_reason == "length", "a cut answer does not say so"
         ),
         "chat: max_completion_tokens": lambda: _is(
-            chat(max_tokens=openai.omit, max_completion_tokens=3).usage.completion_tokens <= 3, "is ignored"
+            chat(max_tokens=caller.openai.omit, max_completion_tokens=3).usage.completion_tokens <= 3, "is ignored"
         ),
         "chat: logit_bias": lambda: _is(
             _text(chat(logit_bias={"28": 100}, max_tokens=4)) != _text(chat(max_tokens=4)), "is ignored"
@@ -81,6 +106,12 @@ def _cases(client: Any, model: str, openai: Any) -> dict[str, Callable[[], objec
         "chat: tool calls in a stream": lambda: _streamed_call(chat),
         "chat: a round of tools": lambda: chat(messages=_round(), tools=[_TOOL]),
         "chat: cached tokens": lambda: _cached(chat),
+    }
+
+
+def _refusals(caller: _Caller) -> Cases:
+    refused = caller.refused
+    return {
         "refused: no messages": lambda: refused(messages=[]),
         "refused: max_tokens below 0": lambda: refused(max_tokens=-1),
         "refused: temperature of a word": lambda: refused(temperature="hot"),
@@ -94,18 +125,24 @@ def _cases(client: Any, model: str, openai: Any) -> dict[str, Callable[[], objec
         "refused: a schema that nothing fits": lambda: refused(
             response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": []}}}
         ),
+    }
+
+
+def _others(caller: _Caller) -> Cases:
+    text, responses = caller.text, caller.client.responses
+    return {
         "text": lambda: _is(bool(text().choices[0].text), "no text"),
         "text: echo": lambda: _is(text(echo=True).choices[0].text.startswith("One, two,"), "the prompt is missing"),
         "text: echo with logprobs": lambda: _scored(text(echo=True, logprobs=1, max_tokens=1)),
         "text: several prompts": lambda: _is(len(text(prompt=["a", "b"]).choices) == 2, "not one choice a prompt"),
         "text: token ids": lambda: text(prompt=[1, 2, 3]),
         "responses": lambda: _is(
-            client.responses.create(model=model, input="Name one colour.", max_output_tokens=8).object == "response",
+            responses.create(model=caller.model, input="Name one colour.", max_output_tokens=8).object == "response",
             "none",
         ),
-        "responses: stream": lambda: _typed(client, model),
-        "models": lambda: _is(len(client.models.list().data) >= 1, "no model"),
-        "models: an unknown one is 404": lambda: _unknown(client, openai),
+        "responses: stream": lambda: _typed(responses, caller.model),
+        "models": lambda: _is(len(caller.client.models.list().data) >= 1, "no model"),
+        "models: an unknown one is 404": lambda: _unknown(caller),
     }
 
 
@@ -174,15 +211,15 @@ def _scored(answer: Any) -> None:
     _is(len(told.token_logprobs) > 3 and all(value <= 0 for value in told.token_logprobs[1:]), "not one a token")
 
 
-def _typed(client: Any, model: str) -> None:
-    kinds = [event.type for event in client.responses.create(model=model, input="x", max_output_tokens=4, stream=True)]
+def _typed(responses: Any, model: str) -> None:
+    kinds = [event.type for event in responses.create(model=model, input="x", max_output_tokens=4, stream=True)]
     _is(kinds[0] == "response.created", "does not begin with response.created")
     _is(kinds[-1] in ("response.completed", "response.incomplete"), "does not end with the whole response")
 
 
-def _unknown(client: Any, openai: Any) -> None:
+def _unknown(caller: _Caller) -> None:
     try:
-        client.chat.completions.create(model="no-such-model", messages=_USER, max_tokens=1)
-    except openai.NotFoundError:
+        caller.chat(model="no-such-model")
+    except caller.openai.NotFoundError:
         return
     raise AssertionError("another model answered in its place")

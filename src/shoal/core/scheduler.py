@@ -64,12 +64,12 @@ class Scheduler:
         self.preemptions = 0
         self.drafted = 0  # tokens that were tried, and of these the ones that were right
         self.accepted = 0
-        self._drafter = Drafter() if config.speculation and why_not(spec) is None else None
+        self._drafter = Drafter(spec.max_rows) if config.speculation and why_not(spec) is None else None
         self._by_id: dict[SeqId, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
         self._keeping = Keeping(self.kv.tree.eviction, self.kv.pool.total)
-        self._now = 0.0  # of the command that is carried out, or the last that had a time
+        self.now = 0.0  # of the command that is carried out, or the last that had a time
         self._ended: list[Ended] = []
         self._released: list[SeqId] = []
         self._restored = Restored()
@@ -188,7 +188,7 @@ class Scheduler:
         """The only way out: leave queue or batch, free what was held, and say so once."""
         if seq.spec.keep_s and self.config.prefix_sharing and reason in (FinishReason.STOP, FinishReason.LENGTH):
             hashes = self.kv.tree.path_hashes(self.kv.tree_tokens(seq), seq.spec.namespace)
-            self._keeping.keep(hashes, self._now + seq.spec.keep_s)
+            self._keeping.keep(hashes, self.now + seq.spec.keep_s)
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:
@@ -284,48 +284,18 @@ class Scheduler:
             copies = self._admit(now, planned, budget)
         if not planned:
             return None
-        if len(planned) > decodes or (self._drafter is not None and self._draft(decoding, planned)):
+        if len(planned) > decodes:
             chain = 1
+        elif self._drafter is not None and self.pacer.times.known:
+            most = min(self._rows, self.config.max_step_tokens) - decodes
+            spare = max(self.kv.available - len(self.running), 0)  # blocks that nobody else may need soon
+            if self._drafter.plan(decoding, planned, self.kv, self.pacer, most, spare):
+                chain = 1
         self._step += 1
         return StepPlan(self._step, tuple(planned), tuple(copies), chain)
 
-    def _draft(self, decoding: list[Sequence], planned: list[ScheduledSequence]) -> bool:
-        """Let a step that only decodes try tokens behind the last ones, where that pays; True when it does.
-
-        Blocks for them are those that nobody else may need soon: nothing is preempted for a draft.
-        """
-        drafter, pacer, kv = self._drafter, self.pacer, self.kv
-        if drafter is None or not pacer.times.known:
-            return False
-        most = min(self._rows, self.config.max_step_tokens) - len(decoding)
-        spare = max(kv.available - len(self.running), 0)
-        rows = []
-        for seq in decoding:
-            room = (len(seq.blocks) + spare) * kv.block_size - len(seq.tokens)
-            rows.append((seq, min(self.spec.max_rows - 1, seq.remaining - 1, room)))
-        counts = drafter.choose(rows, most, pacer.most_ms, pacer.times)
-        found = False
-        for place, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
-            draft = seq.draft
-            if count == 0 or draft is None:
-                continue
-            have = len(seq.blocks)
-            if kv.blocks_for(len(seq.tokens) + count) - have > spare:  # others drafted into what was spare
-                count = have * kv.block_size - len(seq.tokens)
-            if count <= 0 or not kv.grow(seq, len(seq.tokens) + count):
-                continue
-            spare -= len(seq.blocks) - have
-            item = planned[place]
-            tokens = (*item.tokens, *draft.source.tokens[draft.at : draft.at + count])
-            want, top = (Want.LOGITS, 0) if item.want is Want.TOP else (item.want, item.top)
-            planned[place] = item._replace(
-                tokens=tokens, block_table=seq.table, want=want, top=top, generated=len(tokens), rows=len(tokens)
-            )
-            found = True
-        return found
-
     def _expire(self, now: float) -> None:
-        self._now = now
+        self.now = now
         self._keeping.expire(now)
         for seq in self._deadlines.due(now):
             self._end(seq, FinishReason.TIMEOUT)
@@ -493,7 +463,7 @@ class Scheduler:
     def _commit(self, command: Commit) -> None:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
         decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
-        self._now = command.now
+        self.now = command.now
         decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)

@@ -25,7 +25,6 @@ from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
 from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
 from shoal.engine.mailbox import Mailbox, T
-from shoal.engine.pressure import MemoryWatch
 from shoal.engine.watchdog import Watchdog
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
 from shoal.runners.base import Runner
@@ -33,6 +32,7 @@ from shoal.runners.plan import ModelSpec
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
 
 if TYPE_CHECKING:
+    from shoal.engine.pressure import MemoryWatch
     from shoal.models.files import Progress
     from shoal.power.governor import Governor
 
@@ -85,7 +85,7 @@ class Engine:
         )
         self._thread.start()
         self._loop = started.result()
-        self.feed = BlockFeed(self._loop)
+        self.feed: BlockFeed | None = BlockFeed(self._loop)
         self._watchdog.start()
 
     @classmethod
@@ -192,9 +192,9 @@ class Engine:
         self._post(join, handle.id)
         return handle
 
-    def resume_request(self, spec: RequestSpec, before: Output) -> Handle:
+    def resume_request(self, spec: RequestSpec, before: Output, *, sink: Sink | None = None) -> Handle:
         """Let a request go on after what it wrote before, as when a saved state is restored. Raises as `submit`."""
-        return self._submit(self._loop.inputs.admit(spec), None, before=before)
+        return self._submit(self._loop.inputs.admit(spec), sink, before=before)
 
     def _register(self, arriving: Sequence[PreparedRequest], sink: Sink | None) -> list[Handle]:
         """Name requests that are about to join: all or none. Refuses a name in use, a full queue, a closed engine."""
@@ -339,6 +339,10 @@ class Engine:
         self.config = dataclasses.replace(self.config, max_stall_ms=ms)
         self.call(lambda: self._loop.scheduler.apply(SetMaxStall(ms)))
 
+    def load_tokens(self) -> tuple[int, int]:
+        """Prompt tokens that are still to be computed, and the contexts of running requests; a step old at most."""
+        return self.call(self._loop.load)
+
     def stats(self) -> EngineStats:
         """What the engine holds and has done so far."""
         return self._loop.stats()
@@ -459,10 +463,7 @@ class Engine:
             runner = make_runner()
             try:
                 inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
-                self._loop = StepLoop(runner, inputs, self.config, self.governor, memory=self.memory)
-                self._loop.wake = self._wake
-                if self.memory is not None:
-                    self.memory.on_change = self._wake
+                self._loop = self._make_loop(runner, inputs)
                 started.set_result(self._loop)
                 with contextlib.closing(self._loop):
                     self._serve(self._loop)
@@ -477,6 +478,14 @@ class Engine:
             cause = RunnerError(f"the engine's thread failed: {error}")
             cause.__cause__ = error
             self._end_all(cause, FinishReason.ERROR)
+
+    def _make_loop(self, runner: Runner, inputs: InputProcessor) -> StepLoop:
+        """What carries the requests out; on the engine's thread."""
+        loop = StepLoop(runner, inputs, self.config, self.governor, memory=self.memory)
+        loop.wake = self._wake
+        if self.memory is not None:
+            self.memory.on_change = self._wake
+        return loop
 
     def _serve(self, loop: StepLoop) -> None:
         while not self._closing:
@@ -527,7 +536,8 @@ def _memory_watch(config: EngineConfig) -> MemoryWatch | None:
     """The watch over this machine's memory that the settings ask for."""
     if not config.watch_memory:
         return None
-    from shoal.power.memory import find_memory_sensors  # here: most engines have none
+    from shoal.engine.pressure import MemoryWatch  # here: most engines have none
+    from shoal.power.memory import find_memory_sensors
 
     return MemoryWatch(find_memory_sensors())
 

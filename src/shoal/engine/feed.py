@@ -91,7 +91,7 @@ class BlockFeed:
         if not self._readers:
             self._stop()
             return False
-        changes, load, now = self._journal.take(), self._measure(), time.monotonic()
+        changes, load, now = self._journal.take(), self._loop.load(), time.monotonic()
         quiet = now - self._load_at < _LOAD_S and load != (0, 0)
         if not changes and (load == self._load or quiet):
             return True
@@ -106,17 +106,6 @@ class BlockFeed:
         for wake in tuple(self._readers):
             wake()
         return True
-
-    def _measure(self) -> tuple[int, int]:
-        scheduler = self._loop.scheduler
-        queued = running = 0
-        for seq in scheduler.queue:
-            queued += seq.behind
-        for seq in scheduler.running:
-            running += len(seq.tokens)
-            if not seq.decoding:
-                queued += seq.behind
-        return queued, running
 
     # -- on any thread ------------------------------------------------------------------------------------------
 
@@ -151,6 +140,7 @@ async def follow(engine: Engine, after: int | None = None) -> AsyncIterator[Bloc
             loop.call_soon_threadsafe(news.set)
 
     feed = engine.feed
+    assert feed is not None
     await asyncio.to_thread(engine.call, lambda: feed.listen(wake))
     try:
         while True:

@@ -78,6 +78,11 @@ class Handle:
         return self._result
 
     @property
+    def ended(self) -> bool:
+        """True when `result` does not wait."""
+        return self._result is not None or (self.state == "finished" and not self._events.empty())
+
+    @property
     def prompt_tokens(self) -> tuple[int, ...]:
         """Token ids of the prompt."""
         return self._prepared.spec.prompt

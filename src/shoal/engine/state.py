@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
 
 _VERSION = 2
-_FILE = "state.safetensors"
+STATE_FILE = "state.safetensors"
 _OLD = "state.json"  # what version 1 wrote
 
 Arrays = dict[str, NDArray[np.int32]]
@@ -68,13 +68,13 @@ def save(loop: StepLoop, path: Path) -> None:
 def _write(path: Path, data: bytes) -> None:
     """Put the state in place whole: whoever reads, and a power cut, sees the old one or the new one."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, temporary = tempfile.mkstemp(dir=path, prefix=f".{_FILE}.")  # readable by its owner only
+    descriptor, temporary = tempfile.mkstemp(dir=path, prefix=f".{STATE_FILE}.")  # readable by its owner only
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path / _FILE)
+        Path(temporary).replace(path / STATE_FILE)
     except BaseException:
         with contextlib.suppress(OSError):
             Path(temporary).unlink()
@@ -120,10 +120,10 @@ def restore(engine: Engine, path: Path) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Arrays]:
-    if (path / _OLD).exists() and not (path / _FILE).exists():
+    if (path / _OLD).exists() and not (path / STATE_FILE).exists():
         raise _of_version(1)
     try:
-        with safe_open(path / _FILE, "numpy") as file:
+        with safe_open(path / STATE_FILE, "numpy") as file:
             document = json.loads(file.metadata()["state"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except OSError as error:

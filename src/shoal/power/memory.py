@@ -9,10 +9,22 @@ from shoal.errors import SensorError
 from shoal.power.macos import MacMemoryPressure
 from shoal.power.readings import Reading, Sensor, Unit, level_of
 
-_STALLS = (10.0, 25.0, 50.0)  # percent of the last ten seconds in which somebody waited for memory
+_STALLS = (20.0, 40.0, 70.0)  # percent of the last ten seconds in which somebody waited for memory
 _USED = (90.0, 95.0, 98.0)  # percent of a container's limit
 _FREE = (8.0, 4.0, 2.0)  # percent of the machine's memory that can still be had
+_DROPPED = ("inactive_file", "active_file", "slab_reclaimable")  # what the kernel can drop
 _NO_LIMIT = 1 << 60
+
+
+def own_cgroup(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Path:
+    """The control group of this process (version 2), as far as it can be seen; else the root of all."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return root
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    path = root / own
+    return path if own and (path / "memory.current").exists() else root
 
 
 class MemoryStalls:
@@ -20,8 +32,8 @@ class MemoryStalls:
 
     name = "memory stalls"
 
-    def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
-        self._paths = (cgroup / "memory.pressure", proc / "pressure" / "memory")
+    def __init__(self, proc: Path = Path("/proc"), cgroup: Path | None = None) -> None:
+        self._paths = ((cgroup or own_cgroup()) / "memory.pressure", proc / "pressure" / "memory")
         self.read()
 
     def read(self) -> Reading:
@@ -43,8 +55,8 @@ class ContainerMemory:
 
     name = "container memory"
 
-    def __init__(self, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
-        self._cgroup = cgroup
+    def __init__(self, cgroup: Path | None = None) -> None:
+        self._cgroup = cgroup or own_cgroup()
         self.read()
 
     def read(self) -> Reading:
@@ -58,7 +70,8 @@ class ContainerMemory:
         limit = min((int(value) for value in limits if value.isdecimal()), default=_NO_LIMIT)
         if limit >= _NO_LIMIT:
             raise SensorError("no container limits memory")
-        value = 100.0 * max(used - int(stat.get("inactive_file", 0)), 0) / limit
+        used -= sum(int(stat.get(name, 0)) for name in _DROPPED)
+        value = 100.0 * max(used, 0) / limit
         return Reading(self.name, value, Unit.PERCENT, level_of(value, _USED), detail=f"of {limit >> 20:,} MiB")
 
 

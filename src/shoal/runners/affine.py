@@ -35,13 +35,17 @@ def _q4_1(raw: NDArray[np.uint8]) -> Affine:
     return _nibbles(blocks[..., 4:]), pair[..., 0], pair[..., 1]
 
 
+def six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Eight steps and eight offsets of a super-block, each uint8 [.., 8], from Q4_K's and Q5_K's 12 bytes [.., 12]."""
+    low, mid, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]  # low parts, then the high parts of the last
+    steps = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=-1)
+    return steps, np.concatenate([mid & 63, high >> 4 | (mid >> 6) << 4], axis=-1)
+
+
 def _q4_k(raw: NDArray[np.uint8]) -> Affine:
     blocks = raw.reshape(len(raw), -1, 144)
     pair = _halves(blocks[..., :4])
-    packed = blocks[..., 4:16]  # eight 6-bit steps and offsets: low parts, then the high parts of the last four
-    low, mid, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    steps = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=-1)
-    offsets = np.concatenate([mid & 63, high >> 4 | (mid >> 6) << 4], axis=-1)
+    steps, offsets = six_bit_scales(blocks[..., 4:16])
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)).reshape(len(raw), -1, GROUP)
     return codes, (pair[..., :1] * steps).reshape(len(raw), -1), (-pair[..., 1:] * offsets).reshape(len(raw), -1)
 

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
@@ -36,7 +37,7 @@ from shoal.server.metrics import Metrics
 from shoal.server.openai.chat import chat_completions
 from shoal.server.openai.completions import completions
 from shoal.server.openai.prompts import Chat, prompt_tokens
-from shoal.server.openai.responses import responses
+from shoal.server.openai.responses import follow, responses
 from shoal.server.openai.responses_schemas import ResponsesRequest
 from shoal.server.openai.schemas import (
     ChatRequest,
@@ -46,6 +47,7 @@ from shoal.server.openai.schemas import (
     TokenizeRequest,
     UnloadRequest,
 )
+from shoal.server.openai.stored import add_stored_routes, save_running, take_up
 
 _ERRORS = {
     400: "A field is wrong; `param` names it",
@@ -119,6 +121,10 @@ def create_app(
     app = FastAPI(title="shoal", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
     _generation_routes(app, api)
+    add_stored_routes(app, api)
+    hub.opening.append(lambda: take_up(api, partial(follow, api)))
+    hub.keeping.append(partial(save_running, api))
+    hub.closing.append(api.kept.close)
     _model_routes(app, api)
     _watch_routes(app, api)
     for mount in mounts:
@@ -157,6 +163,10 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
         raise ApiError(404, "this server generates text; it has no embeddings", code="not_supported")
+
+    @app.post("/v1/responses/compact")
+    async def compact() -> Response:
+        raise ApiError(404, "this server compacts no conversations", code="not_supported")
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from shoal.core.journal import Change, Removed, Stored
 from shoal.engine.feed import BlockBatch, follow
 from shoal.errors import EngineClosedError
+from shoal.server.errors import ApiError
 from shoal.server.generation import Api
 from shoal.server.sse import KEEP_ALIVE, WatchedStream, encode
 
@@ -27,6 +28,8 @@ def block_events(api: Api, after: int | None, *, with_tokens: bool) -> Response:
     """The stream; it ends when the model is switched or the engine closed. ApiError 503 where none is loaded."""
     served = api.hub.acquire(None)
     api.hub.release(served)  # who listens holds up no switch
+    if served.engine.feed is None:
+        raise ApiError(404, "this is the door of a cluster: ask its replicas", code="not_supported")
     block_size = served.engine.spec.block_size
 
     async def pieces() -> AsyncIterator[bytes]:

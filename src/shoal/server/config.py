@@ -16,17 +16,20 @@ SCOPES = ("generate", "manage", "history")
 class ServerConfig:
     """How the server treats its clients. Checked when built; raises `ConfigError`.
 
-    api_key: what clients must present as a bearer token (None: no key is needed); it may do everything. keys: further
-    keys, each with what it may do (`SCOPES`). share_prefixes: let the calls of different keys share prefixes; what
-    a call found cached is then told in whole blocks, for exact counts would let one guess another's prompt token by
-    token. max_body_bytes and max_depth bound a request's JSON. body_timeout_s: how long a client may take to send
-    it, and before that the head of the call; write_timeout_s: how long it may leave a piece of an answer unread
-    before it counts as gone. keepalive_s: a comment goes out on a silent stream that often. request_timeout_s:
-    deadline of requests that bring none. max_choices: most answers of one call. max_connections: clients at a time;
-    more are hung up on. drain_s: how long requests in flight may go on when the server stops. cors_origins:
-    browsers' origins that may call (none). log_prompts: put prompts into the log. history: the file that swarm runs
-    are kept in (None: memory, until the end). allowed_hosts: names under which browsers may reach the server,
-    beside addresses and names without a dot.
+    api_key: what clients must present as a bearer token (None: no key is needed); it may do everything. keys:
+    further keys, each with what it may do (`SCOPES`). share_prefixes: let the calls of different keys share
+    prefixes; what a call found cached is then told in whole blocks, for exact counts would let one guess another's
+    prompt token by token. max_body_bytes and max_depth bound a request's JSON. body_timeout_s: how long a client
+    may take to send it, and before that the head of the call; write_timeout_s: how long it may leave a piece of an
+    answer unread before it counts as gone. keepalive_s: a comment goes out on a silent stream that often.
+    request_timeout_s: deadline of requests that bring none. max_choices: most answers of one call. max_connections:
+    clients at a time; more are hung up on. drain_s: how long requests in flight may go on when the server stops.
+    cors_origins: browsers' origins that may call (none). log_prompts: put prompts into the log. history: the file
+    that swarm runs, stored responses and conversations are kept in (None: memory, until the end); at most
+    max_stored responses, of max_stored_bytes together, and max_stored conversations: what was used longest ago
+    goes. state: the directory in which a stop puts stored responses in flight aside, to be taken up at the next
+    start (None: they end). allowed_hosts: names under which browsers may reach the server, beside addresses and
+    names without a dot.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -44,6 +47,9 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False
     history: Path | None = None
+    max_stored: int = 1000
+    max_stored_bytes: int = 256 * 2**20
+    state: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,7 +61,7 @@ class ServerConfig:
                 raise ConfigError(f"unknown scope {unknown[0]!r}", value=unknown[0], limit=SCOPES, hint="see SCOPES")
         if any(not key.strip() for key in self.keys):
             raise ConfigError("an API key is empty", hint="give one, or none at all")
-        for name in ("max_body_bytes", "max_depth", "max_choices", "max_connections"):
+        for name in ("max_body_bytes", "max_depth", "max_choices", "max_connections", "max_stored", "max_stored_bytes"):
             self._check(name, getattr(self, name) >= 1, "1 or more")
         for name in ("body_timeout_s", "write_timeout_s", "keepalive_s"):
             self._check(name, getattr(self, name) > 0, "above 0 seconds")

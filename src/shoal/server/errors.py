@@ -24,6 +24,7 @@ from shoal.errors import (
     PowerLimitError,
     PromptTooLongError,
     QueueFullError,
+    ReplicaLostError,
     RequestError,
     ShoalError,
 )
@@ -120,6 +121,8 @@ def from_shoal(error: ShoalError, names: Mapping[str, str] | None = None) -> Api
         return ApiError(404, text, param="model", code="model_not_found")
     if isinstance(error, EngineClosedError):
         return unavailable(text, "engine_unavailable")
+    if isinstance(error, ReplicaLostError):
+        return unavailable(text, "replica_lost")
     if isinstance(error, DownloadError):
         return ApiError(502, text, param="model", code="download_failed")
     if isinstance(error, HistoryError):

@@ -20,6 +20,7 @@ from shoal.server.errors import ApiError, bad_request, from_result, from_shoal
 from shoal.server.hub import ModelHub, Served
 from shoal.server.metrics import Metrics
 from shoal.server.openai.fields import Common
+from shoal.server.openai.stored import KeptAccess
 from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 
 T = TypeVar("T")
@@ -33,10 +34,12 @@ class Call:
     Closing aborts what has not ended; it never waits.
     """
 
-    def __init__(self, api: Api, served: Served, http: HttpRequest) -> None:
+    def __init__(self, api: Api, served: Served, record: dict[str, Any]) -> None:
+        """`record` is what the log says of the call."""
         self.served = served
         self.results: dict[int, Result] = {}
-        self.record: dict[str, Any] = http.scope["state"]["record"]
+        self.record = record
+        self.at_close: Callable[[], None] = lambda: None
         self._api = api
         self._handles: list[Handle] = []
         self._closed = False
@@ -66,6 +69,15 @@ class Call:
         except ShoalError as error:
             self.abort()
             raise from_shoal(error, names) from error
+
+    def adopt(self, handle: Handle) -> None:
+        """Take a request that is in flight already, without its events: a process before this one began it."""
+        self._handles.append(handle)
+
+    def ended(self, index: int, result: Result) -> None:
+        """An adopted request has this result. ApiError when it failed."""
+        self._written += len(result.tokens)
+        self._note(index, result)
 
     def _receive(self, index: int, event: Event) -> None:
         self._wave.append((index, event))
@@ -138,6 +150,7 @@ class Call:
                 self._api.metrics.count_aborted(left)
                 self.record.setdefault("error", "client_gone")
             self._note_record(left)
+            self.at_close()
             self._api.hub.release(self.served)
 
     def _note_record(self, left: int) -> None:
@@ -206,6 +219,7 @@ class Api:
         self.hub = hub
         self.config = config
         self.metrics = metrics
+        self.kept = KeptAccess(config)
         self._outbox: Outbox | None = None
 
     @property
@@ -221,7 +235,8 @@ class Api:
     async def open(self, http: HttpRequest, body: Common, prepare: Prepare, names: Mapping[str, str]) -> Call:
         """Submit the requests of a call. ApiError when they cannot be served."""
         task, agent = body.agent()
-        call = Call(self, self.hub.acquire(body.model, task or http.scope["state"]["record"]["request_id"]), http)
+        record = http.scope["state"]["record"]
+        call = Call(self, self.hub.acquire(body.model, task or record["request_id"]), record)
         call.record.update(task_id=task, agent_id=agent)
         body.of_caller(self.caller(http))
         if self.config.log_prompts:

@@ -60,13 +60,17 @@ class ModelHub:
         self._lock = asyncio.Lock()
         self._released = asyncio.Event()
         self.rollout: Rollout | None = None  # given before `open`
+        self.opening: list[Callable[[], Awaitable[None]]] = []  # called when the hub opens
+        self.keeping: list[Callable[[Served], Awaitable[None]]] = []  # called at a stop, before the model is closed
         self.closing: list[Callable[[], Awaitable[None]]] = []  # called last when the hub closes
 
     async def open(self) -> None:
-        """Begin the rollout, if there is one; raises as `Rollout` does."""
+        """Begin the rollout, if there is one, and what interrupted calls there are; raises as `Rollout` does."""
         if self.rollout is not None:
             await self.rollout.__aenter__()
             self.closing.append(self.rollout.close)
+        for begin in self.opening:
+            await begin()
 
     def acquire(self, model: str | None, task: str | None = None) -> Served:
         """A lease on the served model. ApiError: 404 when `model` is another one, 503 when none is usable.
@@ -184,7 +188,11 @@ class ModelHub:
         """Take no more calls, let those in flight go on for `drain_s`, then end them and free the model."""
         self.stopping = True
         async with self._lock:
-            await self._close(drain_s)
+            if self.served is not None:
+                await self._drain(self.served, drain_s)
+                for keep in self.keeping:
+                    await keep(self.served)
+            await self._close(0.0)
         for close in self.closing:
             await close()
 

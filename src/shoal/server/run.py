@@ -7,18 +7,20 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import h11
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.errors import ConfigError
 from shoal.server.app import create_app
 from shoal.server.config import ServerConfig
+from shoal.server.generation import Api
 from shoal.server.hub import ModelHub
 from shoal.server.swarmbench.routes import add_page
 
@@ -101,6 +103,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(
+            high=0
+        )  # so that writing pauses at the first byte that the system does not take
         if len(self.connections) > self._max_connections:
             transport.abort()
         else:
@@ -155,11 +160,15 @@ def run(hub: ModelHub, config: ServerConfig, host: str, port: int, ready: Callab
 
 
 def make_server(
-    hub: ModelHub, config: ServerConfig, listening: socket.socket, ready: Callable[[int], None] | None = None
+    hub: ModelHub,
+    config: ServerConfig,
+    listening: socket.socket,
+    ready: Callable[[int], None] | None = None,
+    mounts: Sequence[Callable[[FastAPI, Api], None]] = (add_page,),
 ) -> Server:
-    """A server on a socket that is bound, with SwarmBench; `ready` hears of its port when it takes calls."""
+    """A server on a socket that is bound, with SwarmBench or other `mounts`; `ready` hears of its port at its start."""
     settings = uvicorn.Config(
-        create_app(hub, config, mounts=(add_page,)),
+        create_app(hub, config, mounts=mounts),
         log_config=None,
         log_level="warning",
         access_log=False,

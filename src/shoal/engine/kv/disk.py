@@ -31,6 +31,7 @@ _STALL_S = 2.0  # a write that takes longer than this is taken for a stalled dis
 _PAUSE_S = 30.0  # that long a disk that failed or was too slow is left alone
 _NICE = 10  # of the thread that writes: what computes goes first
 _TOUCH_S = 60.0
+_KEPT = 1 << 16  # blocks remembered as sure to be wanted
 _CLEAN_EVERY = 64 << 20  # bytes written between two looks at the quota
 
 
@@ -95,6 +96,7 @@ class DiskTier:
         self._queue: OrderedDict[Digest, NDArray[np.uint8]] = OrderedDict()
         self._queued = 0
         self._touched_at: dict[Digest, float] = {}
+        self._until: dict[Digest, float] = {}  # when what is sure to be wanted is, in seconds since the epoch
         self._touched: deque[Sequence[Digest]] = deque(maxlen=256)
         self._unwanted: list[Digest] = []
         self._readings: deque[BlockRead] = deque()
@@ -177,6 +179,16 @@ class DiskTier:
         last.update(dict.fromkeys(due, now))
         with self._change:
             self._touched.append(due)
+            self._change.notify_all()
+
+    def keep(self, digests: Sequence[Digest], seconds: float) -> None:
+        """These will be wanted within that time: others are deleted before them."""
+        until = time.time() + seconds
+        with self._change:
+            if len(self._until) > _KEPT:
+                self._until.clear()
+            self._until.update((digest, max(until, self._until.get(digest, 0.0))) for digest in digests)
+            self._touched.append(list(digests))
             self._change.notify_all()
 
     def forget(self, digests: Sequence[Digest]) -> None:
@@ -265,7 +277,7 @@ class DiskTier:
             self.files.delete(unwanted)
             self._index.difference_update(unwanted)  # one may have been written meanwhile
             for digests in touched:
-                self.files.touch(digests)
+                self.files.touch(digests, self._until)
             if item is not None:
                 self._write(*item)
                 self.on_change()
@@ -274,6 +286,8 @@ class DiskTier:
         self._writing_since = time.monotonic()
         try:
             self.files.write(digest, data)
+            if digest in self._until:
+                self.files.touch([digest], self._until)
             self._since_clean += data.nbytes
             if self._since_clean > min(_CLEAN_EVERY, self.files.quota // 8):
                 self._clean()

@@ -64,11 +64,16 @@ class KVFiles:
         self.root = root
         self.quota = quota
         self.path = root / hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._about = json.dumps(dict(about)).encode()
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.secret = _secret(root)
         self._names = (f".{this_process()}.{n}" for n in itertools.count())
+        self._make()
+
+    def _make(self) -> None:
+        self.path.mkdir(exist_ok=True, mode=0o700)
         if not (self.path / "about.json").exists():
-            self._put("about.json", [json.dumps(dict(about)).encode()])
+            self._put("about.json", [self._about])
 
     def digests(self) -> set[Digest]:
         """What is there now, by name; files are not opened."""
@@ -78,6 +83,8 @@ class KVFiles:
 
     def write(self, digest: Digest, data: NDArray[np.uint8]) -> None:
         """Store a block. Raises OSError, with nothing left behind, when the disk refuses or is all but full."""
+        if not self.path.exists():  # somebody has cleared it
+            self._make()
         if shutil.disk_usage(self.path).free < _SPARE + data.nbytes:
             raise OSError(errno.ENOSPC, f"less than {_SPARE >> 20} MiB of the disk would be left")
         payload = data.data
@@ -106,10 +113,13 @@ class KVFiles:
         for digest in digests:
             _unlink(self.path / digest.hex())
 
-    def touch(self, digests: Iterable[Digest]) -> None:
-        """These were of use just now. The last ones first in line to go, so that no beginning goes before its end."""
+    def touch(self, digests: Iterable[Digest], until: Mapping[Digest, float]) -> None:
+        """These were of use just now, or will be `until` a time in seconds since the epoch.
+
+        The last ones are the first in line to go, so that no beginning goes before its end.
+        """
         for digest in reversed(list(digests)):
-            self._mark_used(self.path / digest.hex())
+            self._mark_used(self.path / digest.hex(), until.get(digest, 0.0))
 
     def clean(self) -> set[Digest]:
         """Delete what dead processes left half written and, above the quota, what was of no use the longest.
@@ -134,8 +144,10 @@ class KVFiles:
         return gone
 
     @staticmethod
-    def _mark_used(path: Path) -> None:
-        now = time.time_ns()  # what the system would note by itself is coarser: blocks of one step would be equal
+    def _mark_used(path: Path, until: float = 0.0) -> None:
+        now = max(
+            time.time_ns(), int(until * 1e9)
+        )  # what the system would note by itself is coarser: blocks of one step would be equal
         with contextlib.suppress(OSError):
             os.utime(path, ns=(now, now))
 

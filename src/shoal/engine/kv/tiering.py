@@ -31,7 +31,7 @@ log = logging.getLogger("shoal.engine")
 
 _BUSY_BYTES = 8 << 20  # written to the device between two steps while others run
 _IDLE_BYTES = 64 << 20  # and while nobody does
-_OUT_BYTES = 16 << 20  # copied out at a time while nothing is to be computed
+_OUT_BYTES = 4 << 20  # copied out at a time while nothing is to be computed
 _TOKEN_S = 1e-3  # a prompt token's price while none was measured
 _WORTH = 0.5  # of the time that computing would take, what bringing back may take
 _WAIT_S = (0.05, 10.0)  # and its bounds
@@ -92,6 +92,8 @@ class Tiering:
         self._return: _Return | None = None
         self._restored = {Tier.HOST: 0, Tier.DISK: 0}
         self._given_up = 0
+        self._evictions = 0  # of the tree, when `_look_again` looked last
+        self._looked = (0, 0)  # for which sequence, and after how many preemptions
         if disk is not None:
             disk.wait_scanned(_SCAN_S)
 
@@ -101,6 +103,12 @@ class Tiering:
     def holding(self) -> bool:
         """Whether somebody waits for KV to come back."""
         return self._return is not None or bool(self._line)
+
+    @property
+    def held(self) -> int:
+        """How many sequences wait for KV to come back, without those that have ended meanwhile."""
+        served = [self._return.seq] if self._return is not None else []
+        return sum(seq.status is Status.WAITING for seq in (*served, *self._line))
 
     @property
     def ready(self) -> bool:
@@ -122,9 +130,17 @@ class Tiering:
             self._scheduler.apply(Hold(seq.seq_id, held=True))
             self._line.append(seq)
 
+    def ended(self, seq: Sequence) -> None:
+        """A sequence has ended: where its next turn is sure to come, the disk keeps it before others too."""
+        if self.disk is not None and seq.spec.keep_s:
+            tokens = self._scheduler.kv.tree_tokens(seq)
+            digests = self._planner.held(tokens, seq.spec.namespace, limit=len(tokens))
+            self.disk.keep(digests, seq.spec.keep_s)
+
     def bring_back(self) -> None:
         """Write what has come to the device, a bounded number of bytes, and let those go on that have waited enough."""
         self._forget_distrusted()
+        self._look_again()
         left = _BUSY_BYTES if self._scheduler.running else _IDLE_BYTES
         while left > 0:
             if self._return is None:
@@ -142,6 +158,22 @@ class Tiering:
                 self._end(now)
             elif not now.ready:
                 return
+
+    def _look_again(self) -> None:
+        """The first in line may have lost, while it waited or since it was preempted, what the device had of it."""
+        scheduler = self._scheduler
+        kv, queue = scheduler.kv, scheduler.queue
+        evictions = kv.tree.evictions
+        if evictions == self._evictions or not len(queue) or self.holding:
+            return
+        seq = next(iter(queue.candidates(scheduler.now)), None)
+        full = len(scheduler.running) >= scheduler.max_running
+        if seq is None or full or kv.blocks_for(len(seq.tokens)) > kv.available - len(scheduler.running):
+            return  # it cannot join yet
+        self._evictions = evictions
+        if self._looked != (seq.seq_id, seq.preemptions):  # once: others may need the blocks more
+            self._looked = seq.seq_id, seq.preemptions
+            self.arrived(seq)
 
     def _forget_distrusted(self) -> None:
         """What a failed pass may have got wrong must not come back, in this process or the next."""

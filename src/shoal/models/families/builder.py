@@ -74,7 +74,7 @@ class Builder:
         said = self.source.value("activation")
         if said is None or (usual, said) == ("swiglu_clipped", "silu"):  # gpt-oss calls its own so
             return usual
-        if said not in _ACTIVATIONS or usual == "swiglu_clipped":
+        if not isinstance(said, str) or said not in _ACTIVATIONS or usual == "swiglu_clipped":
             raise UnsupportedModelError(
                 f"{self.source.where}: activation {said!r}", value=said, limit=sorted(_ACTIVATIONS), hint="not known"
             )

@@ -78,7 +78,7 @@ class HubSource:
             return None
         try:
             return self.config.get(how) if isinstance(how, str) else how(self.config)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ModelFormatError(
                 f"{self.where}/config.json: {key} cannot be told ({error!r})", value=key, hint=HINT
             ) from error
@@ -119,7 +119,7 @@ class HubSource:
         """See `Source`; by the names that `transformers` has for them."""
         try:
             return _scaling(self.config, local, Facts(self))
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ModelFormatError(
                 f"{self.where}/config.json: rotary scaling cannot be told ({error!r})", value=str(error), hint=HINT
             ) from error

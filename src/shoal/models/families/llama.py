@@ -9,7 +9,7 @@ from shoal.models.families.feedforward import dense, mixture
 
 def layer(b: Builder, i: int) -> Layer:
     """Attention and a gated feed-forward, or experts."""
-    experts = b.source.value("expert_count")
+    experts = b.facts.count("expert_count", 0, least=0)
     return Layer(
         mixer=attention(b, i, window=windows(b, 0)[i] if not b.gguf else None),
         feed_forward=mixture(b, i) if experts else dense(b, i),

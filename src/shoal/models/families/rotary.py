@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.checks import is_number
 from shoal.errors import ModelFormatError
 from shoal.models.decoder import Rotary
 
@@ -50,11 +51,35 @@ def rotary(base: float, dims: int, scaling: Scaling, where: str) -> Rotary:
             limit="a base above zero, an even number of elements",
             hint="fetch the model again",
         )
-    if not math.isfinite(scaling.factor) or scaling.factor <= 0:
-        raise ModelFormatError(f"{where}: rotary factor {scaling.factor}", value=scaling.factor, limit="above zero")
+    _check(base, scaling, where)
     plain = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
     turned = _turned(plain, base, dims, scaling, where)
-    return Rotary(tuple(float(f) for f in turned), _attention(scaling))
+    attention = _attention(scaling)
+    if not np.isfinite(turned).all() or not math.isfinite(attention):
+        raise ModelFormatError(
+            f"{where}: rotary positions that are no numbers", value=(base, scaling.factor, attention)
+        )
+    return Rotary(tuple(float(f) for f in turned), attention)
+
+
+def _check(base: float, scaling: Scaling, where: str) -> None:
+    """`ModelFormatError` for what is no number, and for what would be divided by or whose logarithm is taken."""
+    named = ("factor", "original", "fast", "slow", "low", "high", "turned")
+    for name, value in ((name, getattr(scaling, name)) for name in named):
+        if not is_number(value) or (name == "factor" and value <= 0):
+            raise ModelFormatError(
+                f"{where}: rotary {name} {value!r}", value=value, limit="a number, factors above zero"
+            )
+    if scaling.attention is not None and not is_number(scaling.attention):
+        raise ModelFormatError(f"{where}: rotary attention factor {scaling.attention!r}", value=scaling.attention)
+    if scaling.kind == "yarn" and (base == 1 or min(scaling.original, scaling.fast, scaling.slow) <= 0):
+        raise ModelFormatError(
+            f"{where}: YaRN over base {base}, turns {scaling.fast} and {scaling.slow}, {scaling.original} tokens",
+            value=(base, scaling.fast, scaling.slow, scaling.original),
+            limit="all above zero, the base not one",
+        )
+    if scaling.kind == "llama3" and scaling.high == scaling.low:
+        raise ModelFormatError(f"{where}: rotary factors {scaling.low} and {scaling.high}", value=scaling.low)
 
 
 def _turned(plain: Frequencies, base: float, dims: int, scaling: Scaling, where: str) -> Frequencies:
@@ -72,7 +97,10 @@ def _turned(plain: Frequencies, base: float, dims: int, scaling: Scaling, where:
 
 
 def _checked(factors: Sequence[float] | NDArray[np.float32] | None, pairs: int, where: str) -> Frequencies:
-    values = np.asarray(() if factors is None else factors, dtype=np.float64).reshape(-1)
+    try:
+        values = np.asarray(() if factors is None else factors, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        values = np.empty(0)
     if len(values) != pairs or not np.isfinite(values).all() or (values <= 0).any():
         raise ModelFormatError(
             f"{where}: {len(values)} rotary factors for {pairs} pairs, or factors out of range",

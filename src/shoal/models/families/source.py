@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from shoal.checks import is_whole
+from shoal.checks import is_number, is_whole
 from shoal.errors import ModelFormatError
 from shoal.models.decoder import StoredTensor
 from shoal.models.families.rotary import Scaling
@@ -84,13 +84,17 @@ class Facts:
         if isinstance(value, (list, tuple, np.ndarray)) and len(value) and all(v == value[0] for v in value):
             value = value[0]
         value = default if value is None else value
-        if value is None or isinstance(value, bool | str) or not math.isfinite(value):
+        if isinstance(value, np.integer | np.floating):
+            value = value.item()
+        if not is_number(value):
             self.fail(key, value, "a number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Yes or no."""
         value = self.source.value(key)
+        if not isinstance(value, bool | int | np.integer | None):
+            self.fail(key, value, "yes or no")
         return default if value is None else bool(value)
 
     def _whole(self, key: str, value: Any, least: int) -> int:
@@ -134,6 +138,8 @@ class GgufSource:
             return Scaling()
         kind = self.value("rope.scaling.type")
         factor = facts.real("rope.scaling.factor", 0) or facts.real("rope.scale_linear", 0) or 1.0
+        if not isinstance(kind, str | None) or kind not in (None, "none", "linear", "yarn", "longrope"):
+            facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
         if kind == "none":
             factor = 1.0
         attention = facts.real("rope.scaling.attn_factor", 1.0)
@@ -153,8 +159,6 @@ class GgufSource:
                 fast=facts.real("rope.scaling.yarn_beta_fast", 32.0),
                 slow=facts.real("rope.scaling.yarn_beta_slow", 1.0),
             )
-        if kind not in (None, "none", "linear", "longrope"):
-            facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
         return Scaling("linear", factor, attention=attention)
 
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.models.decoder import Weight
+from shoal.runners.affine import six_bit_scales
 
 BF16, Q8_0, Q4_0, Q4_K, Q6_K = range(5)
 _FORMS = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_K": Q4_K, "Q6_K": Q6_K}
@@ -120,9 +121,7 @@ def _halves(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
 
 def _q4_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
     n, supers = blocks.shape[:2]
-    low, high, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    scales = np.concatenate([low & 63, rest & 15 | low >> 6 << 4], axis=-1)
-    minima = np.concatenate([high & 63, rest >> 4 | high >> 6 << 4], axis=-1)
+    scales, minima = six_bit_scales(blocks[..., 4:16])
     both = scales.astype(np.int16) | minima.astype(np.int16) << 8
     # 64 weights share 32 bytes in the file, low halves first: here each 32 have 16 bytes of their own
     quants = blocks[..., 16:].reshape(n, supers, 4, 1, 32)

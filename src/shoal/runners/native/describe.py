@@ -265,7 +265,7 @@ def _layer_parts(at: str, layer: Layer, width: int, balance: Float | None) -> It
     if isinstance(mixer, Attention):
         sizes = (mixer.heads, mixer.kv_heads) if mixer.norm_over_heads else (1, 1)
         yield from _norm_parts(at + "mixer.q_norm", mixer.q_norm, sizes[0] * mixer.key_dim, balance)
-        inverse = None if balance is None else 1 / balance
+        inverse = None if balance is None else np.float32(1) / balance
         yield from _norm_parts(at + "mixer.k_norm", mixer.k_norm, sizes[1] * mixer.key_dim, inverse)
         yield from _norm_parts(at + "mixer.v_norm", mixer.v_norm, mixer.value_dim)
     elif isinstance(mixer, DeltaNet):

@@ -2,7 +2,8 @@
 
 The file is in the safetensors format (a JSON header with names, types, shapes and offsets, then the bytes), so that
 other tools can read it; the model's description is in the header's `__metadata__`. Arrays are views of the mapped
-file: nothing is read before it is used, and the system may drop the pages again.
+file: nothing is read before it is used, and the system may drop the pages again. The `safetensors` library writes only
+what is in memory all at once, without alignment, and reads copies: so what stands here is written by hand.
 """
 
 from __future__ import annotations

@@ -226,8 +226,10 @@ class MessageAnswer:
 
 
 def _object(arguments: str) -> dict[str, Any]:
+    """What a model wrote as an object, if it can go out as JSON: not with 1e999, or half of a surrogate pair."""
     try:
         value = json.loads(arguments or "{}")
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return {"INVALID_JSON": arguments}
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}

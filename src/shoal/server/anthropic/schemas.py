@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shoal.server.errors import bad_request
-from shoal.server.openai.fields import Common, Finite, Label, Listed, StopString, Strict
+from shoal.server.openai.fields import Common, Finite, FreeObject, Label, Listed, StopString, Strict, at_most
 from shoal.server.openai.schemas import (
+    MAX_TOOLS,
     ChatMessage,
     Function,
     FunctionCall,
@@ -21,8 +22,6 @@ from shoal.server.openai.schemas import (
     ToolCall,
 )
 from shoal.server.reasoning import Effort
-
-Object = dict[str, Any]
 
 
 class CacheControl(Strict):
@@ -41,7 +40,7 @@ class Block(Strict):
     cache_control: CacheControl | None = None
     id: str | None = None
     name: str | None = None
-    input: Object | None = None
+    input: FreeObject | None = None
     caller: Any = None
     tool_use_id: str | None = None
     content: str | Listed[Block] | None = None
@@ -80,7 +79,7 @@ class InputTool(Strict):
     type: Literal["custom"] | None = None
     name: Name
     description: str | None = None
-    input_schema: Object
+    input_schema: FreeObject
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     cache_control: CacheControl | None = None
@@ -106,7 +105,7 @@ class OutputFormat(Strict):
     """The form of the answer."""
 
     type: Literal["json_schema"]
-    schema_: Object = Field(alias="schema")
+    schema_: FreeObject = Field(alias="schema")
 
 
 class OutputConfig(Strict):
@@ -127,7 +126,7 @@ class CountRequest(Common):
 
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: str | Listed[Block] | None = None
-    tools: Listed[InputTool] | None = None
+    tools: Annotated[Listed[InputTool], at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -198,7 +197,7 @@ class CountRequest(Common):
             return Effort("none")
         return Effort(level or "high", thinking.budget_tokens, "thinking", "thinking")
 
-    def schema_of(self) -> Object | None:
+    def schema_of(self) -> dict[str, Any] | None:
         """The JSON schema of the answer; None for free text."""
         form = self.output_config.format if self.output_config is not None else None
         return form.schema_ if form is not None else None

@@ -160,7 +160,8 @@ class CallReader:
         if self._nesting.in_string:
             return
         try:
-            value = json.loads("".join(self._raw))
+            # Half of a surrogate pair has no UTF-8, and no answer could carry it.
+            value = json.loads("".join(self._raw)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except ValueError:
             self.verdict = CallVerdict.REFUSED
             return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from shoal.types import Namespace, Priority, SamplingParams
@@ -29,6 +30,23 @@ def at_most(limit: int) -> BeforeValidator:
 
     return BeforeValidator(check)
 
+
+def _finite(given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, in which every number can be written as JSON again: it goes into answers, grammars and prompts."""
+    pending: list[Any] = [given]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PydanticCustomError("not_finite", "{number} is no number that JSON has", {"number": str(value)})
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return given
+
+
+FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""An object whose fields are the caller's: a schema, arguments."""
 
 Label = Annotated[str, Field(max_length=4096)]  # what is repeated in answers or in the log
 StopString = Annotated[str, Field(min_length=1)]
@@ -69,7 +87,7 @@ class StructuredOutputs(Strict):
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, protected_namespaces=())
 
-    json_: dict[str, Any] | None = Field(None, alias="json")
+    json_: FreeObject | None = Field(None, alias="json")
     regex: str | None = None
     grammar: str | None = None
 

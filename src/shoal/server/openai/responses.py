@@ -1,29 +1,36 @@
-"""`POST /v1/responses`, stateless: an answer as a list of output items, whole or as typed events."""
+"""`POST /v1/responses`: an answer as a list of output items, whole or as typed events, and kept if asked for."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from shoal.engine.handles import Handle
+from shoal.errors import HistoryError
 from shoal.server.answer import AnswerReader
 from shoal.server.errors import ApiError, bad_request
 from shoal.server.generation import Api, Call, Wave, disconnected, output_limit, unless_gone
 from shoal.server.hub import Served
 from shoal.server.openai.calljson import CallDelta
 from shoal.server.openai.fields import make_sampling
+from shoal.server.openai.kept import Interrupted
 from shoal.server.openai.prompts import Chat, prompt_tokens, tool_style
 from shoal.server.openai.responses_schemas import ResponsesRequest
+from shoal.server.openai.stored import KeptAccess, caller_of, earlier
 from shoal.server.openai.tools import ToolUse, tool_use
 from shoal.server.reasoning import Thought
 from shoal.server.sse import EventStream, event
 from shoal.types import Event, FinishReason, Request
 
+_LOOK_S = 0.05  # how often a response that was taken up is looked at
 NAMES = {
     "prompt": "input",
     "prompt_tokens": "input",
@@ -40,8 +47,17 @@ async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Resp
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     names = {**NAMES, "grammar": "tools" if body.schema_of() is None else "text.format"}
-    call = await api.open(http, body, lambda served: [_request(api, served, body, use)], names)
-    output = ResponseOutput(call, body, use)
+    caller = caller_of(http)
+    before = await earlier(api, caller, body.previous_response_id, body.conversation_id)
+    name = f"resp_{secrets.token_hex(16)}"
+    call = await api.open(http, body, lambda served: [_request(api, served, body, use, before, name)], names)
+    output = ResponseOutput(call, body, use, name)
+    try:
+        await _begin_keeping(api, caller, body, output)
+    except BaseException:
+        call.abort()
+        call.close()
+        raise
     if body.stream:
         return EventStream(ResponseWriter(call, output), call, api.config)
     try:
@@ -52,7 +68,50 @@ async def responses(api: Api, http: HttpRequest, body: ResponsesRequest) -> Resp
         call.close()
 
 
-def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> Request:
+async def _begin_keeping(api: Api, caller: str, body: ResponsesRequest, output: ResponseOutput) -> None:
+    """Keep the response from here on, unless told otherwise. HistoryError where that was asked for and fails."""
+    if body.store is False:
+        return
+    output.stored = True
+    asked = body.model_dump(exclude_none=True, by_alias=True)
+    try:
+        await api.kept(lambda kept: kept.begin(caller, output.document("in_progress"), body.given(), asked))
+    except HistoryError:
+        output.stored = False
+        if body.store or body.conversation_id is not None:
+            raise
+        return
+    output.keep_in(api.kept)
+
+
+def follow(api: Api, one: Interrupted, handle: Handle) -> None:
+    """Let a response that a stop interrupted go on to its end."""
+    body = ResponsesRequest.model_validate(one.body)
+    use = tool_use(body.chat_tools(), body.choice(), body.parallel_tool_calls)
+    call = Call(api, api.hub.acquire(None), {"request_id": one.id})
+    call.adopt(handle)
+    output = ResponseOutput(call, body, use, one.id, one.document["created_at"])
+    output.stored = True
+    output.keep_in(api.kept)
+
+    async def finish() -> None:
+        try:
+            while not handle.ended:
+                await asyncio.sleep(_LOOK_S)
+            result = handle.result()
+            call.ended(0, result)
+            output.take(Event(handle.id, result.tokens, result.text, result=result))
+        except ApiError as error:
+            output.fail(error)
+        finally:
+            call.close()
+
+    api.kept.begin_task(finish())
+
+
+def _request(
+    api: Api, served: Served, body: ResponsesRequest, use: ToolUse, before: Sequence[Mapping[str, Any]], name: str
+) -> Request:
     codec = served.engine.codec
     if codec is None:
         raise bad_request("the served model has no tokenizer", "input")
@@ -60,10 +119,10 @@ def _request(api: Api, served: Served, body: ResponsesRequest, use: ToolUse) -> 
     schema = body.schema_of()
     held = use.held(served.engine, tool_style(codec), schema, "tools.{}.parameters")
     body.note_unchecked(use.unchecked(schema))
-    tokens = prompt_tokens(served.engine, Chat(body.messages(), use.shown, effort=body.effort().level))
+    tokens = prompt_tokens(served.engine, Chat(body.messages(before), use.shown, effort=body.effort().level))
     limit = output_limit(served, len(tokens), body.max_output_tokens)
     arguments = body.effort().sampling(codec, tokens, {**arguments, **held, "max_tokens": limit})
-    return api.request(body, tokens, make_sampling(arguments))
+    return dataclasses.replace(api.request(body, tokens, make_sampling(arguments)), id=name)
 
 
 class ResponseOutput:
@@ -72,16 +131,38 @@ class ResponseOutput:
     At most one item is open; thinking opens a reasoning item, text a message, a call closes it.
     """
 
-    def __init__(self, call: Call, body: ResponsesRequest, use: ToolUse) -> None:
+    def __init__(self, call: Call, body: ResponsesRequest, use: ToolUse, name: str, created: int | None = None) -> None:
+        self.stored = False
         self.items: list[dict[str, Any]] = []
         self.status = "in_progress"
         self._call = call
         self._body = body
         self._reader = AnswerReader(call, 0, use)
-        self._id = f"resp_{secrets.token_hex(16)}"
-        self._created = int(time.time())
+        self._id = name
+        self._created = int(time.time()) if created is None else created
+        self._error: ApiError | None = None
+        self._keeper: KeptAccess | None = None
         self._open: dict[str, Any] | None = None
         self._text = ""
+
+    def keep_in(self, keeper: KeptAccess) -> None:
+        """Have the response kept when it has ended, at the latest when its call is closed."""
+        self._keeper = keeper
+        keeper.running.add(self._id)
+        self._call.at_close = self.keep
+
+    def fail(self, error: ApiError) -> None:
+        """It ends so."""
+        self.status, self._error = "failed", error
+
+    def keep(self) -> None:
+        """Keep it as it has ended: cancelled, when its client went away before the end. Idempotent."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            if self.status == "in_progress":
+                self._close("incomplete")
+                self.status = "cancelled"
+            keeper.finish(self.document(self.status))
 
     def take(self, happened: Event) -> Sequence[dict[str, Any]]:
         """Take an event of the engine in; gives the events it makes."""
@@ -186,12 +267,15 @@ class ResponseOutput:
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": len(self.items) - 1}
 
-    def document(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
+    def document(self, status: str) -> dict[str, Any]:
         """The response object."""
-        body = self._body
+        body, error = self._body, self._error
         sampling = body.sampling()
         reasoning = {"effort": body.effort().level, "summary": None}
-        fixed = {"previous_response_id": None, "reasoning": reasoning, "background": False}
+        fixed: dict[str, Any] = {"reasoning": reasoning, "background": False}
+        fixed["previous_response_id"] = body.previous_response_id
+        if body.conversation_id is not None:
+            fixed["conversation"] = {"id": body.conversation_id}
         failed = {"code": "server_error", "message": error.message} if error is not None else None
         return {
             "id": self._id,
@@ -221,7 +305,7 @@ class ResponseOutput:
             "prompt_cache_key": body.prompt_cache_key,
             "user": body.user,
             "metadata": body.metadata or {},
-            "store": False,
+            "store": self.stored,
             "service_tier": "default",
             **fixed,
         }
@@ -279,8 +363,11 @@ class ResponseWriter:
     def end(self) -> bytes:
         """The whole response."""
         status = self._output.status
+        self._output.keep()
         return self._tell({"type": f"response.{status}", "response": self._output.document(status)})
 
     def fail(self, error: ApiError) -> bytes:
         """The response as far as it came, and why it ended."""
-        return self._tell({"type": "response.failed", "response": self._output.document("failed", error)})
+        self._output.fail(error)
+        self._output.keep()
+        return self._tell({"type": "response.failed", "response": self._output.document("failed")})

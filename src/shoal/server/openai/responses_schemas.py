@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from shoal.server.errors import bad_request
-from shoal.server.openai.fields import Common, Listed, Strict, at_most
+from shoal.server.openai.fields import Common, FreeObject, Label, Listed, Strict, at_most
 from shoal.server.openai.schemas import (
     MAX_TOOLS,
     ChatMessage,
@@ -23,6 +25,8 @@ from shoal.server.openai.schemas import (
     call_arguments,
 )
 from shoal.server.reasoning import Effort
+
+_MOST_ITEMS = 1000  # of one call
 
 
 class Part(Strict):
@@ -77,7 +81,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: FreeObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -100,7 +104,7 @@ class FlatTool(Strict):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = None
 
 
@@ -124,8 +128,14 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+class ConversationRef(Strict):
+    """A conversation, by its id."""
+
+    id: Annotated[str, Field(max_length=200)]
+
+
 class ResponsesRequest(Common):
-    """`POST /v1/responses`. Stateless: nothing is kept, so nothing of before can be named."""
+    """`POST /v1/responses`."""
 
     input: str | Annotated[Listed[Item], Field(min_length=1)]
     instructions: str | None = None
@@ -141,22 +151,35 @@ class ResponsesRequest(Common):
     reasoning: ReasoningOptions | None = None
     thinking_budget: Annotated[int, Field(ge=0, le=2**31)] | None = None
     top_logprobs: Literal[0] | None = None
-    previous_response_id: None = None
-    conversation: None = None
+    previous_response_id: Annotated[str, Field(max_length=200)] | None = None
+    conversation: Annotated[str, Field(max_length=200)] | ConversationRef | None = None
     context_management: None = None
     prompt: None = None
     max_tool_calls: None = None
     moderation: None = None
     prompt_cache_options: None = None
 
-    def messages(self) -> list[ChatMessage]:
-        """The conversation as a chat."""
+    def messages(self, before: Sequence[Mapping[str, Any]] = ()) -> list[ChatMessage]:
+        """The conversation as a chat; `before` are items of earlier responses."""
         begin = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
+        items = [Item.model_validate(item) for item in before]
         if isinstance(self.input, str):
             if not self.input:
                 raise bad_request("input is empty", "input")
-            return [*begin, ChatMessage(role="user", content=self.input)]
-        return _joined([*begin, *map(_message, self.input)])
+            return _joined([*begin, *map(_message, items), ChatMessage(role="user", content=self.input)])
+        return _joined([*begin, *map(_message, items), *map(_message, self.input)])
+
+    def given(self) -> list[dict[str, Any]]:
+        """The input as items that have ids, as they are kept."""
+        if isinstance(self.input, str):
+            part = {"type": "input_text", "text": self.input}
+            return [{"id": _new_id("msg"), "type": "message", "role": "user", "status": "completed", "content": [part]}]
+        return given_items(self.input)
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation that it belongs to."""
+        return self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation
 
     def effort(self) -> Effort:
         """What is said of thinking."""
@@ -187,6 +210,45 @@ class ResponsesRequest(Common):
         if form is None or form.type == "text":
             return None
         return {"type": "object"} if form.schema_ is None else form.schema_
+
+
+class ConversationRequest(Strict):
+    """`POST /v1/conversations`."""
+
+    items: Annotated[Listed[Item], at_most(_MOST_ITEMS)] | None = None
+    metadata: Annotated[dict[Label, Label], at_most(64)] | None = None
+
+
+class MetadataRequest(Strict):
+    """`POST /v1/conversations/{id}`."""
+
+    metadata: Annotated[dict[Label, Label], at_most(64)]
+
+
+class ItemsRequest(Strict):
+    """`POST /v1/conversations/{id}/items`."""
+
+    items: Annotated[Listed[Item], Field(min_length=1), at_most(_MOST_ITEMS)]
+
+
+def given_items(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Items as they are kept: each with an id, and the text of a message as a part of it."""
+    kept = []
+    for item in items:
+        document = item.model_dump(exclude_none=True)
+        document.setdefault("id", _new_id({"function_call": "fc", "function_call_output": "fco"}.get(item.type, "msg")))
+        if item.type != "reasoning":
+            document.setdefault("status", "completed")
+        if item.type == "message" and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            more: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
+            document["content"] = [{"type": kind, "text": item.content, **more}]
+        kept.append(document)
+    return kept
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
 
 
 def _message(item: Item) -> ChatMessage:
@@ -220,7 +282,8 @@ def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
         if last is not None and message.role == "assistant" and _only_thought(last):
             joined[-1] = message.model_copy(update={"reasoning_content": last.reasoning_content})
         elif message.tool_calls and last is not None and last.role == "assistant":
-            joined[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), *message.tool_calls]})
+            last.tool_calls = last.tool_calls or []
+            last.tool_calls += message.tool_calls  # in place: thousands in a row are not copied again and again
         else:
             joined.append(message)
     return joined

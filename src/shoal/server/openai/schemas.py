@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from shoal.server.openai.fields import Listed, Sampled, Strict, at_most, contradiction
+from shoal.server.openai.fields import FreeObject, Listed, Sampled, Strict, at_most, contradiction
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MAX_TOOLS = 512  # of a call, and calls in a message
@@ -79,7 +79,7 @@ class Function(Strict):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = None
 
 
@@ -108,7 +108,7 @@ class JsonSchema(Strict):
 
     name: Name
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: FreeObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -158,7 +158,7 @@ class ChatRequest(Sampled):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Listed[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
     audio: None = None
     prediction: Prediction | None = None
     web_search_options: None = None

@@ -1,0 +1,192 @@
+"""The door over replicas that are processes: the whole API, one answer whoever gives it, and what becomes of faults."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+import shoal.engine.engine
+from shoal.cluster.config import ClusterConfig
+from shoal.cluster.door import load_replica, open_door
+from shoal.cluster.engine import ClusterEngine
+from shoal.cluster.faults import run_fault
+from shoal.cluster.links import ReplicaLink
+from shoal.cluster.processes import ReplicaProcess
+from shoal.engine.aio import AsyncEngine
+from shoal.errors import ReplicaLostError
+from shoal.types import FinishReason, Request, Result, SamplingParams
+
+SETTINGS = {"max_batch": 4, "step_s": 0.01}
+
+
+class Cluster:
+    """A door and its replicas."""
+
+    def __init__(self, count: int) -> None:
+        self.processes = {f"r{n}": ReplicaProcess(f"r{n}", "toy", SETTINGS) for n in range(count)}
+        self.config = ClusterConfig(model="toy", engine={"max_batch": 4}, silence_s=2.0)
+        spec = asyncio.run(self._card())
+        self.door: ClusterEngine = open_door(self.config, spec)
+        self.connect()
+
+    async def _card(self) -> Any:
+        link = ReplicaLink("r0", self.processes["r0"].url, None)
+        try:
+            return await link.card()
+        finally:
+            await link.close()
+
+    def connect(self) -> None:
+        self.door.connect({name: ReplicaLink(name, each.url, None) for name, each in self.processes.items()})
+        self.door.wait_until_well(len(self.processes), 30)
+
+    def restart(self, name: str) -> None:
+        """Another process in the place of one that is gone."""
+        self.processes[name].stop()
+        self.processes[name] = ReplicaProcess(name, "toy", SETTINGS, port=self.processes[name].port)
+        self.door.wait_until_well(len(self.processes), 30)
+
+    def row(self, name: str) -> dict[str, Any]:
+        return next(row for row in self.door.describe()["replicas"] if row["name"] == name)
+
+    def close(self) -> None:
+        self.door.close()
+        for process in self.processes.values():
+            process.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    made = Cluster(2)
+    yield made
+    made.close()
+
+
+def request(text: str, **fields: Any) -> Request:
+    return Request(prompt=text, sampling=SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields}))
+
+
+def until(met: Any, timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_loop_has_all_that_an_engine_asks_of_one(cluster: Cluster) -> None:
+    source = Path(shoal.engine.engine.__file__).read_text()
+    asked = set(re.findall(r"\b(?:self\._)?loop\.([a-z]\w*)", source)) - {"wake"}  # that one is set, not asked
+    assert len(asked) > 15
+    assert not [name for name in asked if not hasattr(cluster.door.cluster, name)]
+
+
+def test_outputs_are_those_of_one_engine_whoever_answers(cluster: Cluster) -> None:
+    requests = [
+        request(f"{'prompt ' * 9}{n}", temperature=0.9 * (n % 2), seed=n, logprobs=2 if n % 3 == 0 else None)
+        for n in range(12)
+    ]
+    with load_replica("toy", {"max_batch": 4}) as alone:
+        expected = [alone.complete(each) for each in requests]
+    with ThreadPoolExecutor(12) as pool:
+        told: list[Result] = list(pool.map(cluster.door.complete, requests))
+    assert [r.tokens for r in told] == [r.tokens for r in expected]
+    assert [r.text for r in told] == [r.text for r in expected]
+    assert [r.logprobs for r in told] == [r.logprobs for r in expected]
+    until(lambda: all(row["requests"] == row["queued_tokens"] == row["running_tokens"] == 0 for row in _rows(cluster)))
+
+
+def _rows(cluster: Cluster) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = cluster.door.describe()["replicas"]
+    return rows
+
+
+def test_a_prefix_is_computed_on_one_replica(cluster: Cluster) -> None:
+    trunk = "a trunk that all branches share, and that is long enough. " * 8
+    first = cluster.door.complete(request(trunk))
+    with ThreadPoolExecutor(6) as pool:
+        rest = list(pool.map(cluster.door.complete, [request(f"{trunk}{n}") for n in range(6)]))
+    assert first.cached_tokens == 0
+    assert min(r.cached_tokens for r in rest) > 400
+
+
+def test_a_wrong_request_is_refused_here_and_sent_nowhere_else(cluster: Cluster) -> None:
+    before = [row["resent"] for row in _rows(cluster)]
+    with pytest.raises(Exception, match="context"):
+        cluster.door.complete(request("x" * 5000))
+    assert [row["resent"] for row in _rows(cluster)] == before
+
+
+def test_leaving_a_stream_ends_it_at_the_replica(cluster: Cluster) -> None:
+    stream = cluster.door.generate(request("leave me", max_tokens=2000))
+    next(stream)
+    stream.close()
+    until(lambda: all(row["requests"] == 0 for row in _rows(cluster)))
+    assert cluster.door.complete(request("after")).finish_reason is FinishReason.LENGTH
+
+
+def begun(cluster: Cluster, text: str) -> tuple[Any, str]:
+    """A stream of which something has come, and the replica that it comes from."""
+    stream = cluster.door.generate(request(text, max_tokens=2000))
+    next(stream)
+    return stream, cluster.door.cluster.states[-1].replica
+
+
+def last(stream: Iterator[Any]) -> Result:
+    result: Result = list(stream)[-1].result
+    return result
+
+
+def test_a_replica_that_is_killed_ends_what_had_begun_and_gives_up_the_rest(cluster: Cluster) -> None:
+    stream, name = begun(cluster, "killed")
+    waiting = [cluster.door.submit(request(f"killed {n}")) for n in range(6)]
+    cluster.processes[name].kill()
+    ended = last(stream)
+    assert isinstance(ended.error, ReplicaLostError)
+    assert ended.tokens
+    results = [handle.result(30) for handle in waiting]
+    assert all(r.error is None or (isinstance(r.error, ReplicaLostError) and r.tokens) for r in results)
+    assert cluster.door.complete(request("after the kill")).error is None
+    cluster.restart(name)
+    assert cluster.row(name)["well"]
+
+
+def test_a_replica_that_is_stopped_is_given_up_and_comes_back(cluster: Cluster) -> None:
+    stream, name = begun(cluster, "stopped")
+    cluster.processes[name].signal(signal.SIGSTOP)
+    try:
+        assert isinstance(last(stream).error, ReplicaLostError)
+        assert not cluster.row(name)["well"]
+        assert cluster.door.complete(request("while it is stopped")).error is None
+    finally:
+        cluster.processes[name].signal(signal.SIGCONT)
+    until(lambda: cluster.row(name)["well"])
+
+
+def test_a_graphs_engine_may_be_a_cluster(cluster: Cluster) -> None:
+    async def run() -> list[Result]:
+        face = AsyncEngine(cluster.door)
+        trunk = "what everybody reads first. " * 20
+        await face.expect([f"{trunk}a", f"{trunk}b"], compute=True)
+        return list((await face.fan_out(trunk, ["a", "b", "c"], sampling=SamplingParams(max_tokens=4))).results)
+
+    results = asyncio.run(run())
+    assert min(r.cached_tokens for r in results) > 400
+    assert {r.error for r in results} == {None}
+
+
+@pytest.mark.parametrize("fault", ["slow", "out of memory", "router restarted", "events lost and late"])
+def test_every_request_is_accounted_for(fault: str) -> None:
+    """Those that are killed and stopped stand above; `shoal cluster faults` does each 50 times."""
+    tally = run_fault(fault, 1, replicas=2)
+    assert tally.sound, tally
