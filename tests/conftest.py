@@ -25,6 +25,8 @@ SLOW = (
     "power",
     "property",
     "server",
+    "tiers/test_disks.py",
+    "tiers/test_native",
     "unit/test_cli_process.py",
     "unit/test_models_gguf.py",
     "unit/test_models_store.py",

@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ import numpy as np
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.core.commands import PreemptAll
-from shoal.core.draft import Drafter
-from shoal.core.sequence import Sequence as ScheduledTokens
 from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.host import HostTier
@@ -36,6 +34,7 @@ from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.sampler import INVALID_TOKEN
 from shoal.types import Event, FinishReason, Priority, Request, Result, SamplingParams
+from tests.support.drafting import draft_anything
 
 TRUNKS = (0, 20, 80, 160)  # lengths of the beginnings that requests share
 OUTPUT = 12
@@ -113,30 +112,6 @@ class Outcome:
     seen: Counter[str] = field(default_factory=Counter)
 
 
-class AnyDrafter(Drafter):
-    """Drafts random numbers of tokens, whether that pays or not."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self._rng = rng
-
-    def choose(
-        self,
-        rows: Sequence[tuple[ScheduledTokens, int]],
-        most: int,
-        most_ms: float,
-        ms: Callable[[int], float],
-    ) -> list[int]:
-        counts = []
-        for seq, limit in rows:
-            draft = seq.draft
-            there = 0 if draft is None or draft.at < 0 else len(draft.source.tokens) - draft.at
-            count = self._rng.choice((0, 1, 2, 5, 15))
-            counts.append(max(min(count, limit, there, most), 0))
-            most -= counts[-1]
-        return counts
-
-
 def any_sampling(rng: random.Random, vocab: int, seed: int, *, grammar: bool) -> SamplingParams:
     """Greedy or sampled, with whatever changes the choice of a token."""
     fields: dict[str, Any] = {"temperature": rng.choice((0.0, 0.8)), "top_p": rng.choice((1.0, 0.9))}
@@ -212,8 +187,7 @@ def one_schedule(
         max_stall_ms=rng.choice((5, 50, 1000)),
     )
     loop = StepLoop(watched, InputProcessor(watched.spec, codec, 0), config)
-    if loop.scheduler._drafter is not None:
-        loop.scheduler._drafter = AnyDrafter(rng)
+    draft_anything(loop, rng)
     if watched.access is not None and host is not None and config.prefix_sharing and rng.random() < 0.5:
         loop.tiering = Tiering(loop.scheduler, watched.access, host, None, Buffers(watched.access.block_bytes, 0))
     watched.tokens.clear()

@@ -9,7 +9,7 @@ import pytest
 from shoal.core.pacing import Pacer
 from shoal.errors import ModelError
 from shoal.runners.base import Runner
-from shoal.runners.fake import FakeRunner
+from shoal.runners.fake import ByteTokenizer, FakeRunner
 from tests.parity.equality import run
 from tests.support.runners import openvino_runner
 
@@ -18,8 +18,15 @@ from tests.support.runners import openvino_runner
 def test_random_schedules_on_the_toy_model(splits: bool) -> None:
     outcome = run(FakeRunner(num_blocks=160, vocab_size=5000, splits_decode=splits), schedules=60, requests=12)
     assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
-    for what in ("hit", "preemption", "cancel", "fork", "brought back"):
+    for what in ("hit", "preemption", "cancel", "fork", "brought back", "drafted", "accepted"):
         assert outcome.seen[what] > 20, f"hardly any {what}"
+    assert outcome.seen["drafted"] > outcome.seen["accepted"], "no draft was wrong"
+
+
+def test_random_schedules_with_grammars_change_nothing() -> None:
+    outcome = run(FakeRunner(num_blocks=160), schedules=40, requests=16, seed=5, codec=ByteTokenizer())
+    assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
+    assert outcome.seen["accepted"] > 20
 
 
 def test_random_schedules_with_recurrent_state_and_steps_that_cost_anything(monkeypatch: pytest.MonkeyPatch) -> None:

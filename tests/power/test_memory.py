@@ -155,9 +155,9 @@ def test_at_last_new_requests_are_refused_and_taken_again() -> None:
 def test_what_linux_tells(tmp_path: Path) -> None:
     with pytest.raises(SensorError):
         MemoryStalls(tmp_path, tmp_path)
-    (tmp_path / "memory.pressure").write_text("some avg10=26.50 avg60=3.00 avg300=0.10 total=99\nfull avg10=1.0\n")
+    (tmp_path / "memory.pressure").write_text("some avg10=46.50 avg60=3.00 avg300=0.10 total=99\nfull avg10=1.0\n")
     reading = MemoryStalls(tmp_path, tmp_path).read()
-    assert (reading.value, reading.level) == (26.5, Level.SERIOUS)
+    assert (reading.value, reading.level) == (46.5, Level.SERIOUS)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The toy model's logits depend on every cached slot, so each request's tokens are
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from math import inf
 
@@ -24,6 +25,7 @@ from shoal.errors import KVBudgetError, PromptTooLongError, RunnerError
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepPlan
 from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
+from tests.support.drafting import draft_anything
 
 TRUNKS = (
     "",
@@ -39,7 +41,7 @@ def alone(prompt: str, sampling: tuple[tuple[str, object], ...], splits: bool, s
     runner = FakeRunner(
         num_blocks=256, block_size=BLOCK, context_length=512, splits_decode=splits, checkpoints=min(states, 1)
     )
-    config = EngineConfig(max_batch=1, prefix_sharing=False)
+    config = EngineConfig(max_batch=1, prefix_sharing=False, speculation=False)
     loop = StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), config)
     events: list[Event] = []
     request = Request(prompt=prompt, sampling=SamplingParams(**dict(sampling)))  # type: ignore[arg-type]
@@ -105,6 +107,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.loop = StepLoop(
             self.runner, InputProcessor(self.runner.spec, ByteTokenizer(), 0), config, clock=self.clock
         )
+        draft_anything(self.loop, random.Random(blocks))
         if host is not None:
             size = self.runner.block_bytes
             tier, buffers = HostTier(host * size), Buffers(size, 0)

@@ -261,6 +261,23 @@ def test_what_is_kept_is_shown_and_cleared(tmp_path: Path) -> None:
     assert stored(tmp_path / "nowhere") == []
 
 
+def test_an_engine_goes_on_after_its_blocks_were_cleared(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.ask(PROMPTS[0])
+    (kept,) = stored(tmp_path)
+    clear(kept)
+    lab.ask(PROMPTS[1])
+    settle(lab)
+    assert lab.tiers.stats().disk_fault is None
+    lab.loop.drop_kv()
+    assert lab.ask(PROMPTS[0])[0] == alone(PROMPTS[0])  # its index still has them: they are not there any more
+    lab.close()
+    again = Lab(tmp_path)
+    assert again.ask(PROMPTS[1])[1].disk_tokens == 40
+    again.close()
+    assert stored(tmp_path)[0].about["model"] == "fake"
+
+
 def test_half_written_files_of_dead_processes_are_deleted(tmp_path: Path) -> None:
     files = KVFiles(tmp_path, "x", {}, 1 << 20)
     dead = files.path / ".999999999-1.0"

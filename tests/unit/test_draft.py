@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from shoal.core.draft import Drafter, NamespaceText
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shoal.core import scheduler
+from shoal.core.draft import Drafter, NamespaceText, why_not
 from shoal.core.pacing import StepTimes
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Sequence
 from shoal.core.suffixes import LONGEST, Suffixes
-from shoal.types import Namespace, SamplingParams
+from shoal.engine.loop import StepLoop
+from shoal.engine.record import replay
+from shoal.runners.fake import FakeRunner
+from shoal.runners.plan import ScheduledSequence
+from shoal.types import Namespace, Request, Result, SamplingParams, StepRecord
+from tests.support.drafting import AnyDrafter, draft_anything
+from tests.support.engines import finish, toy_loop
 
 
 def sequence(
@@ -77,7 +92,7 @@ def test_an_index_is_bounded_by_its_tokens() -> None:
 
 
 def test_a_copy_is_followed_token_by_token() -> None:
-    drafter, seq = Drafter(), sequence([10, 11, 12, 13, 14, 15, 1, 2], [10, 11])
+    drafter, seq = Drafter(64), sequence([10, 11, 12, 13, 14, 15, 1, 2], [10, 11])
     drafter.follow(seq)
     assert upcoming(seq, 3) == [12, 13, 14]
     seq.tokens.append(12)
@@ -89,7 +104,7 @@ def test_a_copy_is_followed_token_by_token() -> None:
 
 
 def test_text_of_another_namespace_is_never_drafted() -> None:
-    drafter, rng = Drafter(), random.Random(3)
+    drafter, rng = Drafter(64), random.Random(3)
     words = [[rng.randrange(100, 200) for _ in range(80)] for _ in range(6)]
     spaces = ["a", "b", "a", "b", "", "c"]
     for text, space in zip(words, spaces, strict=True):
@@ -108,7 +123,7 @@ def test_text_of_another_namespace_is_never_drafted() -> None:
 
 
 def test_a_running_sibling_is_read_too() -> None:
-    drafter, text = Drafter(), list(range(200, 300))
+    drafter, text = Drafter(64), list(range(200, 300))
     first = sequence([1, 2], text[:70])
     drafter.follow(first)
     second = sequence([3, 4], text[:6])
@@ -117,7 +132,7 @@ def test_a_running_sibling_is_read_too() -> None:
 
 
 def test_histories_are_bounded_in_all() -> None:
-    drafter = Drafter()
+    drafter = Drafter(64)
     for number in range(60):
         seq = sequence([1], list(range(16_000)), namespace=str(number))
         drafter.follow(seq)
@@ -132,7 +147,7 @@ def test_histories_are_bounded_in_all() -> None:
 
 
 def test_a_prediction_is_followed_from_the_first_token_and_taken_up_again() -> None:
-    drafter = Drafter()
+    drafter = Drafter(64)
     predicted = tuple(range(50, 90))
     seq = sequence([1, 2, 3], [50, 51], predicted=predicted)
     drafter.follow(seq)
@@ -164,7 +179,7 @@ def copying(drafter: Drafter, *, right: bool = True) -> Sequence:
 
 
 def test_the_likely_draft_long_and_the_unlikely_not_at_all() -> None:
-    drafter = Drafter()
+    drafter = Drafter(64)
     good, bad = copying(drafter), sequence([1], [2])
     drafter.follow(bad)
     counts = drafter.choose([(good, 30), (bad, 30)], 40, 1e9, lambda rows: 2.0 + 0.1 * rows)
@@ -173,7 +188,7 @@ def test_the_likely_draft_long_and_the_unlikely_not_at_all() -> None:
 
 
 def test_dear_rows_are_not_drafted() -> None:
-    drafter = Drafter()
+    drafter = Drafter(64)
     seq = copying(drafter)
     assert drafter.choose([(seq, 30)], 40, 1e9, lambda rows: 2.0 * rows) == [0]
     assert drafter.choose([(seq, 30)], 40, 1e9, lambda rows: 2.0)[0] == 30
@@ -182,12 +197,10 @@ def test_dear_rows_are_not_drafted() -> None:
 
 
 def test_a_step_with_drafts_stays_below_the_stall_bound() -> None:
-    drafter = Drafter()
+    drafter = Drafter(64)
     seq = copying(drafter)
-    cost = lambda rows: 10.0 + rows  # noqa: E731
-    (count,) = drafter.choose([(seq, 30)], 40, 16.0, cost)
-    assert count == 5
-    assert cost(1 + count) <= 16.0
+    (count,) = drafter.choose([(seq, 30)], 40, 16.0, lambda rows: 10.0 + rows)
+    assert count == 5  # six rows take 16 ms
 
 
 # -- what steps cost ----------------------------------------------------------------------------------------------
@@ -205,6 +218,26 @@ def test_step_times_follow_what_is_measured() -> None:
     assert times(4) < times(5) < times(6) < times(8)
 
 
+def test_a_jump_in_cost_is_no_news_of_fewer_rows() -> None:
+    times = StepTimes()
+    for _ in range(50):
+        times.observe(8, 4.8)
+        times.observe(9, 7.5)  # another tile
+    assert abs(times(8) / 4.8 - 1) < 0.05
+    assert abs(times(9) / 7.5 - 1) < 0.05
+    assert times(10) > times(9)
+
+
+def test_what_makes_all_steps_dearer_makes_no_draft_look_cheap() -> None:
+    times = StepTimes()
+    for _ in range(50):
+        times.observe(8, 4.0)
+        times.observe(10, 5.0)
+    for _ in range(12):
+        times.observe(8, 8.0)  # others sample now
+    assert 1.1 < times(10) / times(8) < 1.6
+
+
 def test_one_slow_step_is_forgotten() -> None:
     times = StepTimes()
     for _ in range(20):
@@ -214,3 +247,100 @@ def test_one_slow_step_is_forgotten() -> None:
     for _ in range(600):
         times.observe(1, 2.0)
     assert times(4) < 3.5
+
+
+# -- in an engine's loop ------------------------------------------------------------------------------------------
+
+
+class Copies(FakeRunner):
+    """The toy model, which mostly goes on as in the alphabet."""
+
+    def _feed(self, item: ScheduledSequence, tokens: Seq[int], start: int, generated: int) -> NDArray[np.float32]:
+        logits = super()._feed(item, tokens, start, generated).copy()
+        logits[(tokens[-1] + 1) % 30] += 4.2
+        return logits
+
+
+def run_copies(record: str | None = None, **settings: Any) -> tuple[list[Result], StepLoop]:
+    runner = Copies(num_blocks=64, block_size=8, max_chain=4)
+    loop = toy_loop(runner, record=record, max_stall_ms=10_000, **settings)
+    draft_anything(loop, random.Random(2))
+    samplings = [
+        SamplingParams(max_tokens=90, ignore_eos=True),
+        SamplingParams(max_tokens=60, temperature=0.8, seed=1, logprobs=2, ignore_eos=True),
+        SamplingParams(max_tokens=60, temperature=0.8, seed=2, top_k=20, ignore_eos=True),
+        SamplingParams(max_tokens=60, temperature=0.5, seed=3, stop_token_ids=(25,), presence_penalty=0.2),
+        SamplingParams(max_tokens=40, speculate=False, ignore_eos=True),
+    ]
+    prompt = [*range(30), *range(7)]
+    requests = [Request(prompt_tokens=[*prompt, i], sampling=s) for i, s in enumerate(samplings)]
+    results = finish(loop, requests)
+    loop.close()
+    return results, loop
+
+
+def test_drafting_changes_nothing_but_the_number_of_steps() -> None:
+    (drafting, first), (plain, second) = run_copies(), run_copies(speculation=False)
+    for got, wanted in zip(drafting, plain, strict=True):
+        assert (got.tokens, got.logprobs, got.finish_reason) == (wanted.tokens, wanted.logprobs, wanted.finish_reason)
+    assert first.steps < second.steps
+    stats = first.stats()
+    assert stats.drafted_tokens > stats.accepted_tokens > 50
+    assert sum(result.receipt.accepted for result in drafting) == stats.accepted_tokens
+    assert drafting[4].receipt.drafted == 0
+    assert second.stats().drafted_tokens == 0
+
+
+def test_a_record_replays_with_its_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "Drafter", lambda rows: AnyDrafter(random.Random(7), rows))
+    path = tmp_path / "run.jsonl"
+    loop = toy_loop(Copies(num_blocks=64), record=str(path))
+    finish(loop, [Request(prompt_tokens=[*range(30), i], sampling=SamplingParams(max_tokens=60)) for i in range(3)])
+    loop.close()
+    assert loop.stats().drafted_tokens > 20
+    steps = list(replay(path))
+    assert len(steps) == loop.steps
+    assert all(step.same for step in steps)
+    assert any(item.rows > 1 for step in steps for item in step.plan.sequences)
+
+
+def test_steps_and_their_records_count_what_was_written() -> None:
+    runner = Copies(num_blocks=64)
+    loop = toy_loop(runner)
+    draft_anything(loop, random.Random(4))
+    records: list[StepRecord] = []
+    loop.on_step.append(records.append)
+    (result,) = finish(loop, [Request(prompt_tokens=list(range(40)), sampling=SamplingParams(max_tokens=50))])
+    assert sum(record.accepted for record in records) == result.receipt.accepted > 0
+    assert sum(record.drafted for record in records) == result.receipt.drafted
+    assert sum(record.decode_tokens for record in records) == len(result.tokens) - 1  # the last is never fed
+    assert sum(record.prefill_tokens for record in records) == 40
+
+
+def test_nothing_is_preempted_for_a_draft() -> None:
+    for blocks in (18, 20, 24):
+        runner = Copies(num_blocks=blocks, block_size=8)
+        results = {}
+        for speculation in (True, False):
+            loop = toy_loop(runner, speculation=speculation, prefix_sharing=False, max_batch=3)
+            draft_anything(loop, random.Random(1))
+            requests = [
+                Request(prompt_tokens=[*range(24), i], sampling=SamplingParams(max_tokens=20, ignore_eos=True))
+                for i in range(3)
+            ]
+            results[speculation] = sum(result.receipt.preemptions for result in finish(loop, requests))
+        assert results[True] <= results[False]
+
+
+def test_why_a_model_is_not_drafted_for() -> None:
+    spec = FakeRunner().spec
+    assert why_not(spec) is None
+    for other, word in (
+        (replace(spec, exact=False), "bits"),
+        (replace(spec, recurrent=True), "recurrent"),
+        (replace(spec, max_rows=1), "last token"),
+        (replace(spec, lookahead=1), "next step"),
+    ):
+        reason = why_not(other)
+        assert reason is not None
+        assert word in reason

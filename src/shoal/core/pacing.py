@@ -7,8 +7,8 @@ from itertools import pairwise
 _START = 32  # prompt tokens beside decodes while nothing is known of this machine
 _LEAST = 8  # a step always moves prompts on by this much, or a bound too small for the machine would stop them
 _SHARE = 0.85  # of the stall bound that a step is planned to take
-_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)  # rows
-_EAGER = 16  # steps after which numbers of rows that were not seen are looked at this seldom
+_KNOTS = (*range(1, 33), 40, 48, 56, 64, 80, 96, 128, 256, 512, 1024)  # rows; few rows cost in jumps, each its own
+_EAGER = 16  # steps after which numbers of rows other than the last are looked at this seldom
 
 
 def _shape(rows: int) -> float:
@@ -28,17 +28,19 @@ _PLACES = _places()
 
 
 class StepTimes:
-    """The time of a step that only decodes, by its rows, in ms: between measured numbers of rows a straight line.
+    """The time of a step that only decodes, by its rows, in ms: a level, times what so many rows cost beside others.
 
-    A number of rows that was not seen is guessed from those that were. One that was not seen for long drifts towards
-    that guess, so that one slow step does not keep its number of rows from being tried again for ever.
+    What makes all steps dearer (a longer context, sampling in place of the arg-max) moves the level, so that numbers of
+    rows that were measured at different times stay comparable. Numbers of rows not seen are guessed from those that
+    were. One that was not seen for long drifts towards such a guess, so that one slow step does not keep its number of
+    rows from being tried again for ever.
     """
 
     def __init__(self) -> None:
-        self._ms = [0.0] * len(_KNOTS)
-        self._seen = [0.0] * len(_KNOTS)
+        self._level = 0.0
+        self._costs = [_shape(knot) for knot in _KNOTS]
+        self._seen = [0] * len(_KNOTS)
         self._steps = 0
-        self._off = 0.0  # by how much steps took longer than was expected, lately
 
     @property
     def known(self) -> bool:
@@ -48,50 +50,46 @@ class StepTimes:
     def __call__(self, rows: int) -> float:
         """What a step of so many rows takes."""
         at, part = _PLACES[rows] if rows < len(_PLACES) else _PLACES[-1]
-        low = self._ms[at]
-        return low + part * (self._ms[at + 1] - low)
+        low = self._costs[at]
+        return self._level * (low + part * (self._costs[at + 1] - low))
 
     def observe(self, rows: int, ms: float) -> None:
         """Learn from one step."""
         ms = max(ms, 1e-3)
-        if not self._steps:
-            self._ms = [ms * _shape(knot) / _shape(rows) for knot in _KNOTS]
         at, part = _PLACES[min(rows, len(_PLACES) - 1)]
-        off = min(max(ms / self(rows), 0.5), 2.0) - 1  # a step that was held up is no news of its rows
-        seen = (1 - part) * self._seen[at] + part * self._seen[at + 1]
-        rate = max(0.15, 0.7 / (1 + seen)) * off
-        for knot, share in ((at, 1 - part), (at + 1, part)):
-            if share:
-                self._ms[knot] *= 1 + rate * share
-                self._seen[knot] += share
-        self._off += 0.1 * (off - self._off)
+        at += part >= 0.5
+        if not self._steps:
+            self._level = ms / self._costs[at]
+        off = (
+            min(max(ms / (self._level * self._costs[at]), 0.5), 2.0) - 1
+        )  # one that was held up is no news of its rows
+        seen = self._seen[at]
+        self._level *= 1 + 0.3 * seen / (seen + 2) * off
+        self._costs[at] *= 1 + max(0.04, 0.7 / (1 + seen)) * off
+        self._seen[at] += 1
         self._steps += 1
         if self._steps < _EAGER or self._steps % _EAGER == 0:
-            self._drift(rows, ms, at)
-            self._guess()
+            self._guess(at)
 
-    def _drift(self, rows: int, ms: float, at: int) -> None:
-        """Let the numbers of rows that were not seen now follow, slowly, and come nearer to what would be guessed."""
-        for knot, seen in enumerate(self._seen):
-            if seen and knot not in (at, at + 1) and self._steps >= _EAGER:
-                guess = ms * _shape(_KNOTS[knot]) / _shape(rows)
-                self._ms[knot] += 0.3 * self._off * self._ms[knot] + 0.03 * (guess - self._ms[knot])
+    def _guess(self, now: int) -> None:
+        """Numbers of rows that were never seen: between those around them, or as much more than the next one below.
 
-    def _guess(self) -> None:
-        """Numbers of rows that were never seen: between those around them, or as much more than the next one below."""
+        The others come a little nearer to what would be guessed from the one seen `now`.
+        """
         known = [knot for knot, seen in enumerate(self._seen) if seen]
         for knot, seen in enumerate(self._seen):
-            if seen:
-                continue
             below = max((k for k in known if k < knot), default=None)
             above = min((k for k in known if k > knot), default=None)
-            if below is not None and above is not None:
+            if seen:
+                guess = self._costs[now] * _shape(_KNOTS[knot]) / _shape(_KNOTS[now])
+                self._costs[knot] += 0.03 * (guess - self._costs[knot]) * (knot != now)
+            elif below is not None and above is not None:
                 part = (_KNOTS[knot] - _KNOTS[below]) / (_KNOTS[above] - _KNOTS[below])
-                self._ms[knot] = self._ms[below] + part * (self._ms[above] - self._ms[below])
+                self._costs[knot] = self._costs[below] + part * (self._costs[above] - self._costs[below])
             else:
-                near = above if below is None else below
+                near = now if below is None and above is None else above if below is None else below
                 assert near is not None
-                self._ms[knot] = self._ms[near] * _shape(_KNOTS[knot]) / _shape(_KNOTS[near])
+                self._costs[knot] = self._costs[near] * _shape(_KNOTS[knot]) / _shape(_KNOTS[near])
 
 
 class Pacer:

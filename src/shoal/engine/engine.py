@@ -25,7 +25,6 @@ from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
 from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
 from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
 from shoal.engine.mailbox import Mailbox, T
-from shoal.engine.pressure import MemoryWatch
 from shoal.engine.watchdog import Watchdog
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
 from shoal.runners.base import Runner
@@ -33,6 +32,7 @@ from shoal.runners.plan import ModelSpec
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
 
 if TYPE_CHECKING:
+    from shoal.engine.pressure import MemoryWatch
     from shoal.models.files import Progress
     from shoal.power.governor import Governor
 
@@ -536,7 +536,8 @@ def _memory_watch(config: EngineConfig) -> MemoryWatch | None:
     """The watch over this machine's memory that the settings ask for."""
     if not config.watch_memory:
         return None
-    from shoal.power.memory import find_memory_sensors  # here: most engines have none
+    from shoal.engine.pressure import MemoryWatch  # here: most engines have none
+    from shoal.power.memory import find_memory_sensors
 
     return MemoryWatch(find_memory_sensors())
 

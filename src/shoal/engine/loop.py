@@ -32,13 +32,13 @@ from shoal.core.commands import (
     Share,
     Unpin,
 )
+from shoal.core.draft import why_not
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.kv.opening import open_tiers
 from shoal.engine.kv.tiering import Tiering
-from shoal.engine.pressure import MemoryWatch, Relief
 from shoal.engine.record import Recorder
 from shoal.engine.storm import StormWatch
 from shoal.errors import CallbackError, RunnerError, ShoalError
@@ -49,6 +49,7 @@ from shoal.sampling.sampler import INVALID_TOKEN, RowChooser, SamplerState, samp
 from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord, TokenLogprob
 
 if TYPE_CHECKING:
+    from shoal.engine.pressure import MemoryWatch, Relief
     from shoal.power.governor import Governor
 
 log = logging.getLogger("shoal.engine")
@@ -175,10 +176,13 @@ class StepLoop:
         self._recorder = None if config.record is None else Recorder(Path(config.record), runner.spec, config)
         self.scheduler = Scheduler(runner.spec, config, self._recorder)
         self.wake: Callable[[], None] = _do_nothing  # called on any thread when there may be something to do again
-        self.relief = None if memory is None else Relief(memory, self.scheduler, runner)
+        self.relief = None if memory is None else _relief(memory, self.scheduler, runner)
         self.tiering = open_tiers(runner, self.scheduler, config, lambda: self.wake())
         self._storm = StormWatch(runner.spec, config)
         self._chooser = RowChooser(runner.spec.vocab_size)
+        reason = why_not(runner.spec) if config.speculation else "the settings say so"
+        if reason is not None:
+            log.info("speculation is off: %s", reason)
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
@@ -275,7 +279,7 @@ class StepLoop:
             tiering.bring_back()
         record = self._step()
         if record is not None and tiering is not None:  # as much as the step made
-            tiering.copy_out(record.prefill_tokens // self.runner.spec.block_size + 1)
+            tiering.copy_out((record.prefill_tokens + record.decode_tokens) // self.runner.spec.block_size + 1)
         self.rest_s = self._rest_after(record)
         return record
 
@@ -460,7 +464,8 @@ class StepLoop:
 
         None when there is no token to choose in the first; in a later one that is for the next step to find.
         """
-        sampler, written = state.sampler, ()
+        sampler = state.sampler
+        written: tuple[int, ...] = ()
         outcome: JudgedTokens | None = None
         while True:
             token, logprob = self._chooser.choose(rows[len(written)], sampler)
@@ -595,6 +600,12 @@ class StepLoop:
             drafted_tokens=scheduler.drafted,
             accepted_tokens=scheduler.accepted,
         )
+
+
+def _relief(memory: MemoryWatch, scheduler: Scheduler, runner: Runner) -> Relief:
+    from shoal.engine.pressure import Relief  # here: most engines watch nothing
+
+    return Relief(memory, scheduler, runner)
 
 
 def _do_nothing() -> None:

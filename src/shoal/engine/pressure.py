@@ -22,7 +22,7 @@ from shoal.runners.base import Runner
 log = logging.getLogger("shoal.engine")
 
 _HOLD_S = 10.0  # the sensors must be better that long before something is taken back
-_SLICES = 64  # copied out at most before KV is dropped
+_SLICES = 256  # copied out at most before KV is dropped
 
 
 class MemoryWatch:

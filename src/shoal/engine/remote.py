@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.aio import AsyncFace
+from shoal.engine.dialects import BY_OWNER, EXTENDED, OPENAI, Dialect
 from shoal.engine.inputs import refuse_arrival
 from shoal.errors import (
     BackendError,
@@ -29,28 +30,27 @@ from shoal.errors import (
     ShoalError,
 )
 from shoal.runners.plan import ModelSpec
-from shoal.types import Event, FinishReason, Priority, Receipt, Request, Result, SamplingParams
+from shoal.types import Event, FinishReason, Receipt, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
     import httpx
 
-_TIERS = {Priority.HIGH: "priority", Priority.LOW: "flex"}
 _STANDARD = ("presence_penalty", "frequency_penalty", "top_p")
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
-_KNOWN = ("shoal", "vllm")  # who owns the models of servers that know `_EXTENSIONS`, token ids and all of `_STRUCTURE`
+_DROPPABLE = ("stream_options", "priority")  # what a server may refuse: the call is made again without
 _MAX_LINE = 16 * 2**20  # bytes of one event
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
-_STRUCTURE = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+_STRUCTURE = ("json_schema", "regex", "grammar")
 
 
 class RemoteEngine(AsyncFace):
     """Sends requests to `base_url` (it ends in `/v1`), to be batched there. Usable with `async with`, and closed by it.
 
     `generate` and `complete` behave as in `AsyncEngine`: leaving early closes the connection, and a good server stops
-    then. Servers that say they are ours or vLLM get fields beyond the OpenAI API and tell token ids. Others get only
-    the API's own, a request that needs more is refused, and `tokens` stay empty (`prompt_tokens` is 0 where no usage
-    is told). `timeout_s` of a request and log-probabilities are refused: the API tells neither when a request joins
-    the batch nor ids.
+    then. Servers that say they are ours, vLLM or SGLang get fields beyond the OpenAI API in their own spelling. Others
+    get only the API's own, and a request that needs more is refused. `tokens` stay empty where the server tells no ids,
+    `prompt_tokens` is 0 where it tells no usage. `timeout_s` of a request and log-probabilities are refused: the API
+    tells neither when a request joins the batch nor ids.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RemoteEngine(AsyncFace):
     ) -> None:
         """`model` None takes the first that the server lists. `idle_timeout_s`: the longest silence of a stream.
 
-        `extensions` says whether the server knows fields beyond the OpenAI API; None: if it is ours or vLLM.
+        `extensions` says whether the server knows fields beyond the OpenAI API; None: if it says it is one of those.
         """
         try:
             import httpx
@@ -73,8 +73,8 @@ class RemoteEngine(AsyncFace):
             raise BackendError("httpx is not installed", hint="pip install 'shoal[remote]'") from error
         self._httpx = httpx
         self._model = model
-        self._extensions = extensions
-        self._tells_usage = True  # until the server refuses to
+        self._dialect: Dialect | None = None if extensions is None else EXTENDED if extensions else OPENAI
+        self._refused: set[str] = set()  # of `_DROPPABLE`, by this server
         self._spec: ModelSpec | None = None
         self._seeds = random.SystemRandom()
         self._closed = False
@@ -105,7 +105,7 @@ class RemoteEngine(AsyncFace):
         seed = request.sampling.seed
         seed = self._seeds.getrandbits(31) if seed is None else seed  # some servers take no more bits
         schema = request.sampling.json_schema is not None
-        answer = _Answer(request.id or f"remote-{seed:x}", seed, is_json=schema and not self._extensions)
+        answer = _Answer(request.id or f"remote-{seed:x}", seed, is_json=schema and not self._trusted)
         until = None if request.deadline_s is None else asyncio.get_running_loop().time() + request.deadline_s
         try:
             async with asyncio.timeout_at(until):
@@ -137,8 +137,8 @@ class RemoteEngine(AsyncFace):
         headers = {"X-Request-Id": request.id} if request.id else {}
         kept = True
         while True:
-            if not self._tells_usage:
-                body.pop("stream_options", None)
+            for name in self._refused:
+                body.pop(name, None)
             call = self._http.build_request("POST", path, json=body, headers=headers)
             try:
                 response = await self._http.send(call, stream=True)
@@ -150,10 +150,11 @@ class RemoteEngine(AsyncFace):
             if response.status_code == 200:
                 return response
             await response.aread()
-            refuses_usage = response.status_code in (400, 422) and b"stream_options" in response.content
-            if not self._tells_usage or not refuses_usage:
+            told = response.content if response.status_code in (400, 422) else b""
+            refused = {name for name in _DROPPABLE if name in body and name.encode() in told}
+            if not refused:
                 raise refusal(response, request.sampling)
-            self._tells_usage = False
+            self._refused |= refused
 
     async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
         """Lines of server-sent events: they end in CR, LF or both, and not at the other separators that texts hold."""
@@ -193,8 +194,8 @@ class RemoteEngine(AsyncFace):
             raise ModelNotFoundError(f"the server has no model {name!r}", value=name, limit=sorted(models))
         self._model = name
         facts = models[name]
-        if self._extensions is None:
-            self._extensions = facts.get("owned_by") in _KNOWN
+        if self._dialect is None:
+            self._dialect = BY_OWNER.get(str(facts.get("owned_by")), OPENAI)
         self._spec = ModelSpec(
             name=name,
             architecture=str(facts.get("architecture", "unknown")),
@@ -213,14 +214,8 @@ class RemoteEngine(AsyncFace):
         if request.timeout_s is not None:
             raise _unsupported("timeout_s", "use deadline_s")
         body: dict[str, Any] = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
-        body |= self._sampling(request.sampling, seed)
-        if request.priority in _TIERS:
-            body["service_tier"] = _TIERS[request.priority]
-        space = request.namespace
-        if space.task or space.agent or space.version:
-            body["prompt_cache_key"] = f"{space.task}/{space.agent}/{space.version}"
-        if request.group:
-            body["user"] = request.group
+        body |= self._sampling(request.sampling, seed, chat=request.messages is not None)
+        body |= self._speaks.hints(request)
         if request.messages is None and "response_format" in body:
             raise _unsupported("json_schema", "give messages: the API has schemas only for chats")
         if request.messages is not None:
@@ -228,7 +223,17 @@ class RemoteEngine(AsyncFace):
         prompt = request.prompt if request.prompt is not None else list(request.prompt_tokens or ())
         return "completions", {**body, "prompt": prompt}
 
-    def _sampling(self, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    @property
+    def _speaks(self) -> Dialect:
+        """How the server spells what goes beyond the API; the API alone before it has been asked."""
+        return self._dialect or OPENAI
+
+    @property
+    def _trusted(self) -> bool:
+        """True when the server is known to hold an output to its schema."""
+        return self._speaks is not OPENAI
+
+    def _sampling(self, sampling: SamplingParams, seed: int, *, chat: bool) -> dict[str, Any]:
         if sampling.logprobs is not None:
             raise _unsupported("logprobs", "ask the server itself")
         body: dict[str, Any] = {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "seed": seed}
@@ -236,24 +241,23 @@ class RemoteEngine(AsyncFace):
         for name in (*_STANDARD, *_EXTENSIONS):
             value = getattr(sampling, name)
             if value != getattr(plain, name):
-                if name in _EXTENSIONS and not self._extensions:
+                if name in _EXTENSIONS and name not in self._speaks.sampling:
                     raise _unsupported(name, "the server is not known to have it; extensions=True says so")
                 body[name] = list(value) if isinstance(value, tuple) else value
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         if sampling.logit_bias:
             body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-        if self._extensions:
+        if self._speaks.token_ids:
             body["return_token_ids"] = True
-        for field, key in _STRUCTURE.items():
+        for field in _STRUCTURE:
             value = getattr(sampling, field)
-            if value is not None and self._extensions:
-                body["structured_outputs"] = {key: value}
-            elif value is not None and field == "json_schema":
-                schema = {"name": "answer", "schema": value, "strict": True}
-                body["response_format"] = {"type": "json_schema", "json_schema": schema}
-            elif value is not None:
+            if value is None:
+                continue
+            fields = self._speaks.structure(field, value, chat=chat)
+            if fields is None:
                 raise _unsupported(field, "the server is not known to have it; extensions=True says so")
+            body |= fields
         return body
 
 

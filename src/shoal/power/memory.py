@@ -9,7 +9,7 @@ from shoal.errors import SensorError
 from shoal.power.macos import MacMemoryPressure
 from shoal.power.readings import Reading, Sensor, Unit, level_of
 
-_STALLS = (10.0, 25.0, 50.0)  # percent of the last ten seconds in which somebody waited for memory
+_STALLS = (20.0, 40.0, 70.0)  # percent of the last ten seconds in which somebody waited for memory
 _USED = (90.0, 95.0, 98.0)  # percent of a container's limit
 _FREE = (8.0, 4.0, 2.0)  # percent of the machine's memory that can still be had
 _DROPPED = ("inactive_file", "active_file", "slab_reclaimable")  # what the kernel can drop

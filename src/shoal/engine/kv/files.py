@@ -64,11 +64,16 @@ class KVFiles:
         self.root = root
         self.quota = quota
         self.path = root / hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._about = json.dumps(dict(about)).encode()
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.secret = _secret(root)
         self._names = (f".{this_process()}.{n}" for n in itertools.count())
+        self._make()
+
+    def _make(self) -> None:
+        self.path.mkdir(exist_ok=True, mode=0o700)
         if not (self.path / "about.json").exists():
-            self._put("about.json", [json.dumps(dict(about)).encode()])
+            self._put("about.json", [self._about])
 
     def digests(self) -> set[Digest]:
         """What is there now, by name; files are not opened."""
@@ -78,6 +83,8 @@ class KVFiles:
 
     def write(self, digest: Digest, data: NDArray[np.uint8]) -> None:
         """Store a block. Raises OSError, with nothing left behind, when the disk refuses or is all but full."""
+        if not self.path.exists():  # somebody has cleared it
+            self._make()
         if shutil.disk_usage(self.path).free < _SPARE + data.nbytes:
             raise OSError(errno.ENOSPC, f"less than {_SPARE >> 20} MiB of the disk would be left")
         payload = data.data

@@ -31,7 +31,7 @@ log = logging.getLogger("shoal.engine")
 
 _BUSY_BYTES = 8 << 20  # written to the device between two steps while others run
 _IDLE_BYTES = 64 << 20  # and while nobody does
-_OUT_BYTES = 16 << 20  # copied out at a time while nothing is to be computed
+_OUT_BYTES = 4 << 20  # copied out at a time while nothing is to be computed
 _TOKEN_S = 1e-3  # a prompt token's price while none was measured
 _WORTH = 0.5  # of the time that computing would take, what bringing back may take
 _WAIT_S = (0.05, 10.0)  # and its bounds

@@ -1,0 +1,131 @@
+"""vLLM and SGLang as replicas: what they are sent and what they say, in shapes written down from their documents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from shoal.cluster.links import ServerLink
+from shoal.core.request import RequestSpec
+from shoal.engine.loop import NOTHING
+from shoal.errors import InvalidRequestError
+from shoal.types import Event, Namespace, Priority, SamplingParams
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Recorded:
+    """A server that says what is written down, and keeps what it was sent. Refuses `refuses`, as vLLM does priority."""
+
+    def __init__(self, golden: dict[str, Any], refuses: str = "") -> None:
+        self.bodies: list[dict[str, Any]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing."""
+
+            def _send(self, status: int, kind: str, data: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                known = {"/health": {}, "/v1/models": golden["models"]}
+                document = known.get(self.path.partition("?")[0])
+                self._send(404 if document is None else 200, "application/json", json.dumps(document or {}).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.bodies.append(body)
+                if refuses and refuses in body:
+                    error = {
+                        "error": {"message": f"Got {refuses} but scheduling by it is off", "type": "BadRequestError"}
+                    }
+                    self._send(400, "application/json", json.dumps(error).encode())
+                    return
+                lines = [f"data: {json.dumps(each)}\n\n" for each in golden["stream"]]
+                self._send(200, "text/event-stream", "".join([*lines, "data: [DONE]\n\n"]).encode())
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((GOLDEN / f"{request.param}.json").read_text())
+    return told
+
+
+@pytest.fixture
+def recorded(golden: dict[str, Any]) -> Iterator[Recorded]:
+    server = Recorded(golden)
+    yield server
+    server.close()
+
+
+def spec(**sampling: Any) -> RequestSpec:
+    fields = {"max_tokens": 4, "temperature": 0.5, "top_k": 20, "regex": "[a-z ]+", **sampling}
+    return RequestSpec(
+        prompt=(5, 6, 7),
+        sampling=SamplingParams(**fields),
+        seed=7,
+        priority=Priority.HIGH,
+        group="fleet",
+        namespace=Namespace("task", "agent", 2),
+    )
+
+
+async def ask(server: Recorded, wanted: RequestSpec) -> list[Event]:
+    link = ServerLink("there", server.url, None, None)
+    try:
+        await link.ping(5.0)
+        assert (await link.card()).context_length == 8192
+        assert [batch async for batch in link.batches(None)] == []
+        return [event async for event in link.run(wanted, NOTHING)]
+    finally:
+        await link.close()
+
+
+def test_requests_and_answers_are_as_written_down(golden: dict[str, Any], recorded: Recorded) -> None:
+    events = asyncio.run(ask(recorded, spec()))
+    assert recorded.bodies == [golden["body"]]
+    result = events[-1].result
+    assert result is not None
+    assert result.error is None
+    assert (result.text, list(result.tokens)) == (" one two", golden["tokens"])
+    assert (result.finish_reason, result.prompt_tokens, result.cached_tokens) == ("length", 3, 2)
+
+
+def test_a_server_without_priorities_is_asked_again_without(golden: dict[str, Any]) -> None:
+    server = Recorded(golden, refuses="priority")
+    try:
+        events = asyncio.run(ask(server, spec()))
+    finally:
+        server.close()
+    assert [("priority" in body) for body in server.bodies] == [True, False]
+    assert events[-1].result is not None
+    assert events[-1].result.error is None
+
+
+def test_what_a_server_cannot_be_asked_is_refused_by_name(recorded: Recorded) -> None:
+    with pytest.raises(InvalidRequestError, match="logprobs"):
+        asyncio.run(ask(recorded, spec(logprobs=1)))
+    assert recorded.bodies == []
