@@ -13,8 +13,8 @@ from shoal.engine.loop import StepLoop
 class AnyDrafter(Drafter):
     """Drafts random numbers of tokens, whether that pays or not."""
 
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
+    def __init__(self, rng: random.Random, max_rows: int) -> None:
+        super().__init__(max_rows)
         self._rng = rng
 
     def choose(
@@ -37,4 +37,4 @@ class AnyDrafter(Drafter):
 def draft_anything(loop: StepLoop, rng: random.Random) -> None:
     """Let a loop, before its first request, draft random numbers of tokens where it drafts at all."""
     if loop.scheduler._drafter is not None:
-        loop.scheduler._drafter = AnyDrafter(rng)
+        loop.scheduler._drafter = AnyDrafter(rng, loop.runner.spec.max_rows)

@@ -28,7 +28,7 @@ from shoal.engine.loading import make_runner, open_model
 from shoal.errors import BenchmarkError
 from shoal.models import Store
 from shoal.models.files import local_files
-from shoal.runners.base import Runner
+from shoal.runners.base import BlockAccess, Runner
 from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 from shoal.types import Namespace, Request, Result, SamplingParams
 
@@ -47,7 +47,7 @@ _HEROES = ("tailor", "ferryman", "cook", "mapmaker", "night watchman", "gardener
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class TaskLevel:
     """So many streams of one task at once; `forced` on the random-weight shape. `bar` is times plain."""
 
     task: str
@@ -64,18 +64,18 @@ class Level:
 
 
 LEVELS = (
-    Level("copy", 1, 2.2),
-    Level("edit", 1, 1.8),
-    Level("summary", 1, 1.5),
-    Level("copy", 4, 1.2),
-    Level("copy", 8, 1.0),
-    Level("copy", 1, 2.4, forced=True),
-    Level("copy", 4, 1.4, forced=True),
-    Level("copy", 8, 1.1, forced=True),
-    Level("story", 1, 0.99, temperature=0.7),
-    Level("story", 8, 0.99, temperature=0.7),
-    Level("story", 32, 0.99, temperature=0.7, output=120),
-    Level("random tokens", 8, 0.99, temperature=100.0, output=100),
+    TaskLevel("copy", 1, 2.2),
+    TaskLevel("edit", 1, 1.8),
+    TaskLevel("summary", 1, 1.5),
+    TaskLevel("copy", 4, 1.2),
+    TaskLevel("copy", 8, 1.0),
+    TaskLevel("copy", 1, 2.4, forced=True),
+    TaskLevel("copy", 4, 1.4, forced=True),
+    TaskLevel("copy", 8, 1.1, forced=True),
+    TaskLevel("story", 1, 0.99, temperature=0.7),
+    TaskLevel("story", 8, 0.99, temperature=0.7),
+    TaskLevel("story", 32, 0.99, temperature=0.7, output=120),
+    TaskLevel("random tokens", 8, 0.99, temperature=100.0, output=100),
 )
 
 
@@ -96,6 +96,11 @@ class Forced:
     def peak_bytes(self) -> int | None:
         """As the runner under it."""
         return self._runner.peak_bytes
+
+    @property
+    def access(self) -> BlockAccess | None:
+        """As the runner under it."""
+        return self._runner.access
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass; each row's arg-max is replaced by the token of the text."""
@@ -128,10 +133,10 @@ class Forced:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredLevel:
     """A level's runs: seconds of the steps that only decode, with speculation and without."""
 
-    level: Level
+    level: TaskLevel
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
     results: list[Result] = field(default_factory=list)  # of the last round, with speculation
     prompts: list[tuple[int, ...]] = field(default_factory=list)
@@ -159,7 +164,7 @@ class SpeculationBench:
         self._model = model
         self._text = TEXT.read_text("utf-8")
 
-    def run(self, rounds: int, levels: Sequence[Level] = LEVELS) -> dict[str, Any]:
+    def run(self, rounds: int, levels: Sequence[TaskLevel] = LEVELS) -> dict[str, Any]:
         """Measure every level; its document, which `table` prints."""
         found, costs = [], {}
         engines = self._engines(partial(open_model, self._model), None)
@@ -195,7 +200,7 @@ class SpeculationBench:
                 engines[on] = Engine(partial(_forced_runner, path, texts, config), None, config)
         return engines
 
-    def _requests(self, level: Level, number: int) -> list[Request]:
+    def _requests(self, level: TaskLevel, number: int) -> list[Request]:
         """The requests of one round; no two rounds share a text or a namespace."""
         rng = random.Random(f"{level.task} {level.streams} {number}")
         space = Namespace(task=f"{level.name} {number}")
@@ -213,7 +218,9 @@ class SpeculationBench:
             requests.append(Request(messages=[{"role": "user", "content": asked}], sampling=sampling, namespace=space))
         return requests
 
-    def _texts(self, engine: Engine, levels: Sequence[Level], rounds: int) -> dict[tuple[int, ...], tuple[int, ...]]:
+    def _texts(
+        self, engine: Engine, levels: Sequence[TaskLevel], rounds: int
+    ) -> dict[tuple[int, ...], tuple[int, ...]]:
         """What the real model writes to the forced levels, by prompt."""
         texts = {}
         for level in levels:
@@ -226,11 +233,11 @@ class SpeculationBench:
     def _level(
         self,
         engines: Mapping[bool, Engine],
-        level: Level,
+        level: TaskLevel,
         rounds: int,
         texts: Mapping[tuple[int, ...], tuple[int, ...]] | None = None,
-    ) -> Measured:
-        measured = Measured(level)
+    ) -> MeasuredLevel:
+        measured = MeasuredLevel(level)
         for number in range(rounds):
             requests = self._requests(level, number)
             if texts is not None:
@@ -261,7 +268,7 @@ class SpeculationBench:
         return tuple(codec.encode_messages(request.messages))
 
 
-def _forced_runner(path: Path, texts: Mapping[tuple[int, ...], tuple[int, ...]], config: EngineConfig) -> Forced:
+def _forced_runner(path: Path, texts: Mapping[tuple[int, ...], tuple[int, ...]], config: EngineConfig) -> Runner:
     return Forced(make_runner(local_files("shape", path), config, Store(path.parent)), texts)
 
 
@@ -278,7 +285,7 @@ def _close(engines: Mapping[bool, Engine]) -> None:
 # -- what would have been best ------------------------------------------------------------------------------------
 
 
-def _streams(levels: Sequence[Level], *, forced: bool) -> list[int]:
+def _streams(levels: Sequence[TaskLevel], *, forced: bool) -> list[int]:
     return sorted({level.streams for level in levels if level.forced is forced})
 
 
@@ -335,7 +342,7 @@ def _cost_of(costs: Mapping[int, float], rows: int) -> float:
 
 def proposals(prompt: Sequence[int], output: Sequence[int]) -> list[tuple[int, int]]:
     """At each output token but the first: how many tokens a draft there could have, and how many of those are right."""
-    drafter, found = Drafter(), []
+    drafter, found = Drafter(max(_FIXED)), []
     spec = RequestSpec(prompt=tuple(prompt), sampling=SamplingParams(max_tokens=len(output) + 1))
     seq = Tokens(1, spec)
     for at, token in enumerate(output[:-1]):
@@ -374,7 +381,7 @@ def hindsight_ms(found: Sequence[tuple[int, int]], costs: Mapping[int, float]) -
     return best[0]
 
 
-def _document(measured: Measured, costs: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+def _document(measured: MeasuredLevel, costs: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     level = measured.level
     receipts = [result.receipt for result in measured.results]
     each = [proposals(p, r.tokens) for p, r in zip(measured.prompts, measured.results, strict=True)]

@@ -91,7 +91,7 @@ def bench(
     if scenario == "speculation":
         from shoal.bench.speculation import SpeculationBench, table
 
-        measured = SpeculationBench(model, runner, threads, _tell).run(1 if quick else runs)
+        measured = SpeculationBench(model, runner, threads, _tell).run(1 if quick else runs or 3)
         _tell(table(measured))
         document = {**measured, "command": command, "machine": facts}
     else:

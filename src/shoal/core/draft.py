@@ -18,10 +18,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from shoal.core.suffixes import LONGEST, Suffixes
+from shoal.runners.plan import Want
 
 if TYPE_CHECKING:
+    from shoal.core.kv import KVCacheManager
+    from shoal.core.pacing import Pacer
     from shoal.core.sequence import Sequence
-    from shoal.runners.plan import ModelSpec
+    from shoal.runners.plan import ModelSpec, ScheduledSequence
     from shoal.types import Namespace
 
 _PART = 1 << 14  # tokens of one part of a history, which has two
@@ -168,7 +171,9 @@ class Drafter:
     running request, and for each of at most `_TOTAL` tokens that were written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int) -> None:
+        """`max_rows` is the most rows that a step gives of one sequence."""
+        self._max_rows = max_rows
         self._odds = Odds(0.998)
         self._histories: OrderedDict[Namespace, NamespaceText] = OrderedDict()
         self._held = 0  # tokens of them all
@@ -207,6 +212,44 @@ class Drafter:
         while len(histories) > 1 and (self._held > _TOTAL or len(histories) > _NAMESPACES):
             self._held -= len(histories.popitem(last=False)[1])
         return history
+
+    def plan(
+        self,
+        decoding: Seq[Sequence],
+        planned: list[ScheduledSequence],
+        kv: KVCacheManager,
+        pacer: Pacer,
+        most: int,
+        spare: int,
+    ) -> bool:
+        """Put drafts into a step that only decodes, where that pays; True when it does.
+
+        `planned` has an entry for each sequence, which may be replaced. At most `most` tokens are drafted, and into no
+        more than `spare` new blocks: nothing is preempted for a draft.
+        """
+        rows = []
+        for seq in decoding:
+            room = (len(seq.blocks) + spare) * kv.block_size - len(seq.tokens)
+            rows.append((seq, min(self._max_rows - 1, seq.remaining - 1, room)))
+        found = False
+        for place, count in enumerate(self.choose(rows, most, pacer.most_ms, pacer.times)):
+            seq, draft = decoding[place], decoding[place].draft
+            if count == 0 or draft is None:
+                continue
+            have = len(seq.blocks)
+            if kv.blocks_for(len(seq.tokens) + count) - have > spare:  # others drafted into what was spare
+                count = have * kv.block_size - len(seq.tokens)
+            if count <= 0 or not kv.grow(seq, len(seq.tokens) + count):
+                continue
+            spare -= len(seq.blocks) - have
+            item = planned[place]
+            tokens = (*item.tokens, *draft.source.tokens[draft.at : draft.at + count])
+            want, top = (Want.LOGITS, 0) if item.want is Want.TOP else (item.want, item.top)
+            planned[place] = item._replace(
+                tokens=tokens, block_table=seq.table, want=want, top=top, generated=len(tokens), rows=len(tokens)
+            )
+            found = True
+        return found
 
     def choose(
         self, rows: Seq[tuple[Sequence, int]], most: int, most_ms: float, ms: Callable[[int], float]

@@ -64,7 +64,7 @@ class Scheduler:
         self.preemptions = 0
         self.drafted = 0  # tokens that were tried, and of these the ones that were right
         self.accepted = 0
-        self._drafter = Drafter() if config.speculation and why_not(spec) is None else None
+        self._drafter = Drafter(spec.max_rows) if config.speculation and why_not(spec) is None else None
         self._by_id: dict[SeqId, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
         self._leaders = Leaders(self.kv)
@@ -284,45 +284,15 @@ class Scheduler:
             copies = self._admit(now, planned, budget)
         if not planned:
             return None
-        if len(planned) > decodes or (self._drafter is not None and self._draft(decoding, planned)):
+        if len(planned) > decodes:
             chain = 1
+        elif self._drafter is not None and self.pacer.times.known:
+            most = min(self._rows, self.config.max_step_tokens) - decodes
+            spare = max(self.kv.available - len(self.running), 0)  # blocks that nobody else may need soon
+            if self._drafter.plan(decoding, planned, self.kv, self.pacer, most, spare):
+                chain = 1
         self._step += 1
         return StepPlan(self._step, tuple(planned), tuple(copies), chain)
-
-    def _draft(self, decoding: list[Sequence], planned: list[ScheduledSequence]) -> bool:
-        """Let a step that only decodes try tokens behind the last ones, where that pays; True when it does.
-
-        Blocks for them are those that nobody else may need soon: nothing is preempted for a draft.
-        """
-        drafter, pacer, kv = self._drafter, self.pacer, self.kv
-        if drafter is None or not pacer.times.known:
-            return False
-        most = min(self._rows, self.config.max_step_tokens) - len(decoding)
-        spare = max(kv.available - len(self.running), 0)
-        rows = []
-        for seq in decoding:
-            room = (len(seq.blocks) + spare) * kv.block_size - len(seq.tokens)
-            rows.append((seq, min(self.spec.max_rows - 1, seq.remaining - 1, room)))
-        counts = drafter.choose(rows, most, pacer.most_ms, pacer.times)
-        found = False
-        for place, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
-            draft = seq.draft
-            if count == 0 or draft is None:
-                continue
-            have = len(seq.blocks)
-            if kv.blocks_for(len(seq.tokens) + count) - have > spare:  # others drafted into what was spare
-                count = have * kv.block_size - len(seq.tokens)
-            if count <= 0 or not kv.grow(seq, len(seq.tokens) + count):
-                continue
-            spare -= len(seq.blocks) - have
-            item = planned[place]
-            tokens = (*item.tokens, *draft.source.tokens[draft.at : draft.at + count])
-            want, top = (Want.LOGITS, 0) if item.want is Want.TOP else (item.want, item.top)
-            planned[place] = item._replace(
-                tokens=tokens, block_table=seq.table, want=want, top=top, generated=len(tokens), rows=len(tokens)
-            )
-            found = True
-        return found
 
     def _expire(self, now: float) -> None:
         self.now = now

@@ -32,6 +32,7 @@ from shoal.core.commands import (
     Share,
     Unpin,
 )
+from shoal.core.draft import why_not
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
@@ -179,6 +180,9 @@ class StepLoop:
         self.tiering = open_tiers(runner, self.scheduler, config, lambda: self.wake())
         self._storm = StormWatch(runner.spec, config)
         self._chooser = RowChooser(runner.spec.vocab_size)
+        reason = why_not(runner.spec) if config.speculation else "the settings say so"
+        if reason is not None:
+            log.info("speculation is off: %s", reason)
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
@@ -460,7 +464,8 @@ class StepLoop:
 
         None when there is no token to choose in the first; in a later one that is for the next step to find.
         """
-        sampler, written = state.sampler, ()
+        sampler = state.sampler
+        written: tuple[int, ...] = ()
         outcome: JudgedTokens | None = None
         while True:
             token, logprob = self._chooser.choose(rows[len(written)], sampler)
