@@ -26,7 +26,7 @@ _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 ISAS = {
     "x86_64": {
-        "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8"],
+        "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
         "avx512bf16": [*_AVX512, "-mavx512bf16"],
         "avx512vnni": _AVX512,
         "avx2vnni": [*_AVX2, "-mavxvnni"],

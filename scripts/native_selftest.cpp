@@ -176,8 +176,38 @@ static void company() {
     expect(two.threads() == 2 && alone <= 26, "pool", "the first rest", alone);
 }
 
+// Phases of many and of few units: each unit runs once, and none before the phase before has ended.
+struct Counting : Work {
+    std::vector<int> sizes;
+    std::vector<std::vector<std::atomic<int>>> ran;
+    std::atomic<int> running{0};
+    int at = -1;
+    bool good = true;
+    int open() override {
+        good &= running.load() == 0;
+        for (auto& each : ran[size_t(std::max(at, 0))]) good &= at < 0 || each.load() == 1;
+        return ++at < int(sizes.size()) ? sizes[size_t(at)] : 0;
+    }
+    void unit(int index, int) override {
+        running++;
+        ran[size_t(at)][size_t(index)]++;
+        running--;
+    }
+};
+static void phases() {
+    Pool pool(4, false);
+    for (int round = 0; round < 300; round++) {
+        Counting work;
+        for (int i = 0; i < 60; i++) work.sizes.push_back(1 + int(rng() % (i % 3 ? 4 : 40)));
+        for (int size : work.sizes) work.ran.emplace_back(size_t(size));
+        pool.run(work);
+        expect(work.good && work.at == 60, "pool", "phases", work.at);
+    }
+}
+
 int main() {
     company();
+    phases();
     const Kernels& plain = *choose_kernels("plain");
     for (const Kernels* each : supported_kernels()) {
         const Kernels& k = *each;

@@ -119,6 +119,39 @@ def test_shared_trunks_change_no_bit(load: Load, text_tokens: list[int], kv: KvP
         assert np.array_equal(row, alone.logits[0])
 
 
+@pytest.mark.parametrize("kv", KV)
+def test_a_long_context_has_the_same_bits_in_whatever_sections(
+    load: Load, text_tokens: list[int], kv: KvPrecision
+) -> None:
+    """Over 1,056 tokens: one row (cut into sections for all threads), eleven rows (not cut), and on one thread."""
+    trunk, suffix = (text_tokens * 3)[:1056], tuple(text_tokens[:3])
+    table = tuple(range(33))
+
+    def fill(runner: NativeRunner) -> None:
+        for at in range(0, 1056, 480):
+            part = tuple(trunk[at : at + 480])
+            runner.execute(StepPlan(0, (ScheduledSequence(1, part, at, table, Want.NOTHING),)))
+
+    def row(number: int, shared: int) -> ScheduledSequence:
+        own = tuple(range(40 + 2 * number, 42 + 2 * number))
+        return ScheduledSequence(10 + number, suffix, 32 * shared, table[:shared] + own, Want.LOGITS)
+
+    def logits_of(runner: NativeRunner, *items: ScheduledSequence) -> NDArray[np.float32]:
+        output = runner.execute(StepPlan(0, items))
+        assert output.logits is not None
+        return output.logits.copy()
+
+    many, one = load("auto", 3, kv), load("auto", 1, kv)
+    fill(many)
+    fill(one)
+    parts = [33, 33, 33, 20, 20, 33, 33, 7, 33, 17, 33]
+    together = logits_of(many, *(row(i, shared) for i, shared in enumerate(parts)))
+    for shared in set(parts):
+        alone = logits_of(many, row(20, shared))[0]
+        assert np.array_equal(alone, logits_of(one, row(20, shared))[0])
+        assert all(np.array_equal(alone, together[i]) for i, other in enumerate(parts) if other == shared)
+
+
 def test_chained_steps_are_the_single_ones(load: Load, text_tokens: list[int]) -> None:
     runner = load("auto", 2)
     starts = {1: text_tokens[:40], 2: text_tokens[50:57]}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from shoal.cluster.router import Router
 from shoal.cluster.simulate import Machine, Simulation, policies
-from shoal.cluster.traffic import AgentTurns, TenantCalls, Traffic
+from shoal.cluster.traffic import AgentTurns, Prefixes, TenantCalls, Traffic, fresh
+from shoal.core.journal import Cleared, Stored
+from shoal.engine.feed import BlockBatch
 
 LOAD = 0.9  # of what replicas could do if every prefix were there
 AFFINITY = 1.3  # times the throughput of a router that only remembers
 RANDOM = 2.0  # times that of none
 WARM = 2.0  # times the p90 of a single replica that holds all its prefixes
-_CALLS = {4: 300, 16: 150, 64: 60, 256: 30}  # per replica: large clusters settle sooner, and cost more to simulate
+ROUTE_US = 50.0  # processor time of one choice among 256 replicas
+_CALLS = {4: 200, 16: 120, 64: 50, 256: 24}  # per replica: large clusters settle sooner, and cost more to simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,16 @@ def tenants_of(machine: Machine, replicas: int, seed: int, calls: int | None = N
     output = 100
     seconds = (1200 * machine.prompt_ms + output * (machine.step_ms / 8 + machine.row_ms)) / 1e3
     count = replicas * _CALLS.get(replicas, 100) if calls is None else calls
-    return TenantCalls(count, LOAD * replicas / seconds, machine.block_size, tenants=tenants, output=output, seed=seed)
+    warm_rate = 0.5 * replicas / (7200 * machine.prompt_ms / 1e3)  # half of what replicas can do that hold nothing
+    return TenantCalls(
+        count,
+        LOAD * replicas / seconds,
+        machine.block_size,
+        tenants=tenants,
+        output=output,
+        warm_rate=warm_rate,
+        seed=seed,
+    )
 
 
 def agents_of(machine: Machine, replicas: int, seed: int) -> AgentTurns:
@@ -64,11 +80,64 @@ def simulate(
 ) -> tuple[list[PolicyRow], list[FigureBar]]:
     """All settings, and the bars: `tell` hears of each row as it comes."""
     machine = machine or Machine()
-    rows = []
+    rows: list[PolicyRow] = []
     for row in _rows(sizes, machine, late_s, seed):
         tell(row)
         rows.append(row)
-    return rows, bars(rows)
+    cost = router_cost(seed)
+    return rows, [
+        *bars(rows),
+        FigureBar("router: us a choice among 256 replicas", cost.us, ROUTE_US, most=True),
+        FigureBar("router: bytes a block that one replica holds", cost.block_bytes, 200, most=True),
+        FigureBar("router: bytes for each further one that holds it", cost.copy_bytes, 200, most=True),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterCost:
+    """What a choice costs in processor time, and what is kept per block, measured on a full index."""
+
+    us: float
+    block_bytes: float
+    copy_bytes: float
+
+
+def router_cost(seed: int, replicas: int = 256, calls: int = 4000) -> RouterCost:
+    """Fill a router with 2,000 blocks of its own for each replica and 150 prefixes on eight each; then choose."""
+    choose, size = random.Random(seed), 32
+    router, prefixes = Router(size), Prefixes(150, 6000, size)
+    names = [f"replica-{number}" for number in range(replicas)]
+    for name in names:
+        router.add(name)
+        router.apply(name, BlockBatch(0, 0.0, (Cleared(),), 0, 0))
+    seqs = dict.fromkeys(names, 0)
+
+    def hold(name: str, hashes: Sequence[int]) -> None:
+        seqs[name] += 1
+        assert router.apply(name, BlockBatch(seqs[name], 0.0, (Stored(None, tuple(hashes), ()),), 0, 0))
+
+    shared = [prefixes.extend(tenant, ())[1] for tenant in range(len(prefixes))]
+    tracemalloc.start()
+    for name in names:
+        hold(name, [choose.getrandbits(64) for _ in range(2000)])
+    alone = tracemalloc.get_traced_memory()[0] / len(router.index)
+    holders = [choose.sample(names, 8) for _ in shared]
+    for hashes, those in zip(shared, holders, strict=True):
+        hold(those[0], hashes)
+    before = tracemalloc.get_traced_memory()[0]
+    for hashes, those in zip(shared, holders, strict=True):
+        for name in those[1:]:
+            hold(name, hashes)
+    copies = (tracemalloc.get_traced_memory()[0] - before) / sum(7 * len(hashes) for hashes in shared)
+    tracemalloc.stop()
+    prompts = [prefixes.extend(choose.randrange(150), fresh(number, 1200))[1] for number in range(calls)]
+    begin = time.thread_time()
+    for number, hashes in enumerate(prompts):
+        route = router.route(hashes, 7200, number / 1000)
+        assert route is not None
+        router.started(route)
+        router.ended(route)
+    return RouterCost((time.thread_time() - begin) / calls * 1e6, alone, copies)
 
 
 def _rows(sizes: Sequence[int], machine: Machine, late_s: float, seed: int) -> Iterator[PolicyRow]:

@@ -6,6 +6,7 @@ placing requests is worth: throughput, times to the first token, prompt tokens t
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import random
@@ -43,7 +44,7 @@ class Machine:
     prompt_ms: float = 0.1
     row_ms: float = 0.05
     context_ms: float = 0.02
-    kv_tokens: int = 300_000
+    kv_tokens: int = 400_000
     block_size: int = 64
     max_batch: int = 32
     max_step_tokens: int = 2048
@@ -285,11 +286,12 @@ class Done(NamedTuple):
     prompt: int
     cached: int
     output: int
+    warming: bool
 
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """What a run came to. The first third of the time, in which caches fill, is left out of the figures.
+    """What a run came to. The warm-up, and the first third of the calls' time behind it, is left out of the figures.
 
     `computed` counts all prompt tokens of the run.
     """
@@ -300,8 +302,9 @@ class SimulatedRun:
 
     def summary(self) -> dict[str, float]:
         """The figures of a page."""
-        until = max(call.arrived for call in self.done)
-        since = until / 3
+        counted = [call for call in self.done if not call.warming]
+        begin, until = (pick(call.arrived for call in counted) for pick in (min, max))
+        since = begin + (until - begin) / 3
         ended = [call for call in self.done if since < call.end <= until]
         came = [call for call in self.done if call.arrived > since]
         half, most = np.percentile([call.first - call.arrived for call in came], (50, 90))
@@ -335,6 +338,14 @@ class Simulation:
 
     def run(self, workload: Traffic) -> SimulatedRun:
         """All calls to their ends."""
+        gc.collect()
+        gc.disable()  # a collection looks at every block of every replica, and frees next to nothing
+        try:
+            return self._run(workload)
+        finally:
+            gc.enable()
+
+    def _run(self, workload: Traffic) -> SimulatedRun:
         run, now = SimulatedRun(), 0.0
         arrivals = workload.arrivals()
         self._arrive_next(arrivals, workload, run)
@@ -381,8 +392,8 @@ class Simulation:
             if last:
                 del self._calls[replica.name, seq.seq_id]
                 self.policy.ended(call)
-                done = Done(call.arrived, call.first, now, seq.prompt_len, seq.cached_tokens, call.output)
-                run.done.append(done)
+                cached = seq.cached_tokens
+                run.done.append(Done(call.arrived, call.first, now, seq.prompt_len, cached, call.output, call.warming))
                 following = workload.after(call, seq.tokens)
                 if following is not None:
                     pause_s, call = following
@@ -401,7 +412,7 @@ class Simulation:
 
 
 class _Stopwatch:
-    """Real time spent inside, per use."""
+    """Processor time of this thread spent inside, per use."""
 
     def __init__(self) -> None:
         self._spent = 0
@@ -409,10 +420,10 @@ class _Stopwatch:
         self._begun = 0
 
     def __enter__(self) -> None:
-        self._begun = time.perf_counter_ns()
+        self._begun = time.thread_time_ns()
 
     def __exit__(self, *error: object) -> None:
-        self._spent += time.perf_counter_ns() - self._begun
+        self._spent += time.thread_time_ns() - self._begun
         self._uses += 1
 
     @property

@@ -23,6 +23,7 @@ class Arrival:
     turn: int = 0
     arrived: float = 0.0
     first: float = 0.0
+    warming: bool = False  # only fills caches
 
 
 class Traffic(ABC):
@@ -39,7 +40,10 @@ class Traffic(ABC):
 
 
 class TenantCalls(Traffic):
-    """`tenants` prefixes, all as popular; calls at `rate` a second, each a prefix with a question of its own."""
+    """`tenants` prefixes, all as popular; calls at `rate` a second, each a prefix with a question of its own.
+
+    Before these each tenant calls once, slowly, so that caches are filled: `warm_rate` a second; 0: none does.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class TenantCalls(Traffic):
         question: int = 1200,
         output: int = 100,
         vocabulary: int = 2**31,
+        warm_rate: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.calls = calls
@@ -60,18 +65,21 @@ class TenantCalls(Traffic):
         self.output = output
         self.block_size = block_size
         self.vocabulary = vocabulary
+        self.warm_rate = warm_rate
         self._random = random.Random(seed)
         self.prefixes = Prefixes(tenants, prefix, block_size)
 
     def arrivals(self) -> Iterator[tuple[float, Arrival]]:
         """As a Poisson process."""
-        now = 0.0
-        for number in range(self.calls):
-            now += self._random.expovariate(self.rate)
-            tenant = self._random.randrange(len(self.prefixes))
+        now, tenants = 0.0, len(self.prefixes)
+        warming = tenants if self.warm_rate else 0
+        for number in range(warming + self.calls):
+            warm = number < warming
+            now += 1 / self.warm_rate if warm else self._random.expovariate(self.rate)
+            tenant = number if warm else self._random.randrange(tenants)
             question = [token % self.vocabulary for token in fresh(number, self.question)]
             prompt, hashes = self.prefixes.extend(tenant, question)
-            yield now, Arrival(number, prompt, self.output, hashes)
+            yield now, Arrival(number, prompt, self.output, hashes, warming=warm)
 
 
 class AgentTurns(Traffic):

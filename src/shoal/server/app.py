@@ -164,6 +164,10 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     async def embeddings() -> Response:
         raise ApiError(404, "this server generates text; it has no embeddings", code="not_supported")
 
+    @app.post("/v1/responses/compact")
+    async def compact() -> Response:
+        raise ApiError(404, "this server compacts no conversations", code="not_supported")
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         served = api.hub.acquire(body.model)

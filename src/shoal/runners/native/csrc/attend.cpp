@@ -101,10 +101,50 @@ void Step::project_head(const Layer& l, int unit, int part, int parts, Scratch& 
     }
 }
 
-// Rows from .. to - 1 have the same blocks up to `span`; go on together as long as they do, then part.
-void Step::walk(const Layer& l, const Batch& batch, int head, int from, int to, int span, int base, Scratch& s) {
-    const Heads heads{l.heads / l.kv_heads, l.dim, l.v_dim, l.cap * 1.44269504f};
-    for (;; span++) {
+// Attention units of a step: runs of rows that start with the same block. Where these are too few for all threads and contexts long, they
+// are cut into sections.
+void Step::cut_attention(Batch& batch) {
+    int kv_heads = 0, floats = 0, longest = 0;
+    for (const Layer& l : m.layers()) {
+        if (!l.attends()) continue;
+        kv_heads = std::max(kv_heads, l.kv_heads), floats = std::max(floats, state_floats(heads_of(l)));
+    }
+    const auto& queries = batch.queries;
+    for (const QueryRow& query : queries) longest = std::max(longest, query.position);
+    const int rows = batch.rows, enough = m.threads() * 3;
+    const int piece = longest >= kSection ? kRowsAtOnce : std::clamp(rows * kv_heads / enough, 1, kRowsAtOnce);
+    batch.spans.clear(), batch.pieces.clear();
+    for (int i = 0, j; i < rows; i = j) {
+        const auto first = [&](int row) { return plan->sequences[size_t(queries[size_t(row)].sequence)].table[0]; };
+        int last = queries[size_t(i)].position;
+        for (j = i + 1; j < rows && j - i < piece && first(j) == first(i); j++)
+            last = std::max(last, queries[size_t(j)].position);
+        batch.spans.push_back({i, j, last / kSection + 1, 0});
+    }
+    const auto cost = [&](const Span& s) {
+        int64_t sum = 0;
+        for (int i = s.from; i < s.to; i++) sum += queries[size_t(i)].position;
+        return sum;
+    };
+    std::stable_sort(batch.spans.begin(), batch.spans.end(),
+                     [&](const Span& a, const Span& b) { return cost(a) > cost(b); });
+    if (longest < kSection || int(batch.spans.size()) * kv_heads >= enough) return;
+    int states = 0;
+    for (Span& span : batch.spans) {
+        for (int section = 0; section < span.sections; section++)
+            batch.pieces.push_back({int(&span - batch.spans.data()), section});
+        span.states = states, states += (span.to - span.from) * span.sections;
+    }
+    grow(batch.parts, size_t(states) * size_t(kv_heads) * size_t(floats) * 4);
+    const size_t counters = batch.spans.size() * size_t(kv_heads);
+    if (batch.finished.size() < counters) batch.finished = std::vector<Batch::Counter>(counters);
+}
+
+// Rows from .. to - 1 have the same blocks up to `span`; go on together as long as they do, then part. Ends before span `end`.
+void Step::walk(const Layer& l, const Batch& batch, int head, int from, int to, int span, int end, int base,
+                Scratch& s) {
+    const Heads heads = heads_of(l);
+    for (; span < end; span++) {
         while (from < to && batch.queries[size_t(from)].position < span * kSpan) from++;
         if (from == to) return;
         const auto table = [&](int row) -> const std::vector<int>& {
@@ -123,7 +163,7 @@ void Step::walk(const Layer& l, const Batch& batch, int head, int from, int to, 
             const bool same =
                 other.first == blocks.first && (other.second == blocks.second || other.second < 0 || blocks.second < 0);
             if (!same) {
-                walk(l, batch, head, from, i, span, base, s);
+                walk(l, batch, head, from, i, span, end, base, s);
                 from = i;
                 blocks = other;
             } else if (blocks.second < 0) {
@@ -153,55 +193,120 @@ void Step::walk(const Layer& l, const Batch& batch, int head, int from, int to, 
     }
 }
 
-void Step::attend(const Layer& l, Batch& batch, int unit, Scratch& s) {
-    const Span& span = batch.spans[size_t(unit / l.kv_heads)];
-    const Heads heads{l.heads / l.kv_heads, l.dim, l.v_dim, 0};
-    const int head = unit % l.kv_heads, floats = state_floats(heads), width = heads.group * l.v_dim;
-    int begin = INT32_MAX;
+// The rows of a span for one KV head, their sums one after the other from `states`.
+void Step::begin_rows(const Layer& l, const Batch& batch, const Span& span, int head, float* states, Scratch& s) {
+    const Heads heads = heads_of(l);
     for (int i = span.from; i < span.to; i++) {
         const QueryRow& at = batch.queries[size_t(i)];
-        float* state = s.state.data() + (i - span.from) * floats;
-        k.start_row(state, heads, l.sinks ? l.sinks + head * heads.group : nullptr);
+        float* state = states + (i - span.from) * state_floats(heads);
+        k.start_row(state, heads, in_one_section(l, at.position) ? sinks_of(l, head) : nullptr);
         s.rows[size_t(i - span.from)] = {query(l, at.source, head * heads.group), state, at.position + 1,
                                          begin_of(l, at.position)};
-        begin = std::min(begin, begin_of(l, at.position));
-    }
-    walk(l, batch, head, span.from, span.to, begin / kSpan, span.from, s);
-    for (int i = span.from; i < span.to; i++) {
-        const Tile& tile = batch.attended.of(i);
-        k.finish_row(s.rows[size_t(i - span.from)].state, heads, s.row.data());
-        if (l.gate.data)
-            k.gate_by(s.row.data(),
-                      reinterpret_cast<const float*>(gates.data()) +
-                          size_t(batch.queries[size_t(i)].source) * l.inner() + head * width,
-                      width, false);
-        k.quantise(s.row.data(), width, tile, i - tile.first, head * width);
     }
 }
 
-void Step::mix_attention(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s) {
-    const int parts =
-        all.normed.tiles.size() < 16 ? 1 : 4;  // of the rows: a head is too large a unit for the end of a phase
-    const int units = l.heads + (l.kv_layer < 0 ? 2 * l.kv_heads : 0) + (l.gate.data ? l.heads : 0);
-    share(counter++, units * parts, [&](int unit) { project_head(l, unit / parts, unit % parts, parts, s); });
-    meet(thread, kQkv);
-    if (l.norm_over_heads) {
-        share(counter++, all.rows, [&](int row) {
-            float *x = reinterpret_cast<float*>(mixed.data()) +
-                       size_t(row) * size_t(l.heads + l.kv_heads) * size_t(l.dim),
-                  *key = x + l.heads * l.dim;
-            if (l.q_norm.weight) normalise(l.q_norm, x, l.heads * l.dim, x);
-            for (int h = 0; h < l.heads; h++) finish_query(l, h, row, x + h * l.dim);
-            if (l.kv_layer >= 0) return;
-            if (l.k_norm.weight) normalise(l.k_norm, key, l.kv_heads * l.dim, key);
-            for (int h = 0; h < l.kv_heads; h++) finish_key(l, h, row, key + h * l.dim);
-        });
-        meet(thread, kQkv);
+void Step::walk_section(const Layer& l, const Batch& batch, const Span& span, int head, int section, Scratch& s) {
+    constexpr int kSpans = kSection / kSpan;
+    int begin = INT32_MAX;
+    for (int i = span.from; i < span.to; i++) begin = std::min(begin, s.rows[size_t(i - span.from)].begin);
+    walk(l, batch, head, span.from, span.to, std::max(section * kSpans, begin / kSpan), (section + 1) * kSpans,
+         span.from, s);
+}
+
+void Step::finish_attention(const Layer& l, Batch& batch, int row, int head, const float* state, Scratch& s) {
+    const Heads heads = heads_of(l);
+    const Tile& tile = batch.attended.of(row);
+    const int width = heads.group * l.v_dim;
+    k.finish_row(state, heads, s.row.data());
+    if (l.gate.data)
+        k.gate_by(s.row.data(),
+                  reinterpret_cast<const float*>(gates.data()) + size_t(batch.queries[size_t(row)].source) * l.inner() +
+                      head * width,
+                  width, false);
+    k.quantise(s.row.data(), width, tile, row - tile.first, head * width);
+}
+
+// All sections of a span, one after the other: sums of the rows behind each other, those of a section behind them.
+void Step::attend(const Layer& l, Batch& batch, int unit, Scratch& s) {
+    if (!batch.pieces.empty()) return attend_section(l, batch, unit, s);
+    const Span& span = batch.spans[size_t(unit / l.kv_heads)];
+    const Heads heads = heads_of(l);
+    const int head = unit % l.kv_heads, floats = state_floats(heads), n = span.to - span.from;
+    float *sums = s.state.data(), *part = sums + kRowsAtOnce * floats;
+    begin_rows(l, batch, span, head, sums, s);
+    const auto position = [&](int i) { return batch.queries[size_t(span.from + i)].position; };
+    int first = span.sections;
+    for (int i = 0; i < n; i++) {
+        first = std::min(first, first_section(l, position(i)));
+        if (in_one_section(l, position(i))) continue;
+        k.start_row(sums + i * floats, heads, sinks_of(l, head));
+        s.rows[size_t(i)].state = part + i * floats;
     }
-    if (!b.rows) return;
-    if (&b == &last && thread == 0) take_last_rows();
-    share(counter++, int(b.spans.size()) * l.kv_heads, [&](int unit) { attend(l, b, unit, s); });
-    meet(thread, kAttention);
+    for (int section = first; section < span.sections; section++) {
+        for (int i = 0; i < n; i++)
+            if (!in_one_section(l, position(i))) k.start_row(part + i * floats, heads, nullptr);
+        walk_section(l, batch, span, head, section, s);
+        for (int i = 0; i < n; i++)
+            if (!in_one_section(l, position(i)) && section >= first_section(l, position(i)) &&
+                section <= position(i) / kSection)
+                k.merge_row(sums + i * floats, part + i * floats, heads);
+    }
+    for (int i = 0; i < n; i++) finish_attention(l, batch, span.from + i, head, sums + i * floats, s);
+}
+
+// One section of a span; the last to be done adds them all.
+void Step::attend_section(const Layer& l, Batch& batch, int unit, Scratch& s) {
+    const Cut& piece = batch.pieces[size_t(unit / l.kv_heads)];
+    const Span& span = batch.spans[size_t(piece.span)];
+    const Heads heads = heads_of(l);
+    const int head = unit % l.kv_heads, floats = state_floats(heads), n = span.to - span.from;
+    float* parts = reinterpret_cast<float*>(batch.parts.data()) +
+                   (size_t(span.states) * size_t(l.kv_heads) + size_t(head * span.sections * n)) * size_t(floats);
+    const auto part = [&](int section, int i) { return parts + (section * n + i) * floats; };
+    begin_rows(l, batch, span, head, part(piece.section, 0), s);
+    walk_section(l, batch, span, head, piece.section, s);
+    std::atomic<int>& done = batch.finished[size_t(piece.span * l.kv_heads + head)].done;
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < span.sections) return;
+    done.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < n; i++) {
+        const int position = batch.queries[size_t(span.from + i)].position, first = first_section(l, position);
+        float* sum = part(first, i);
+        if (!in_one_section(l, position)) {
+            sum = s.state.data();
+            k.start_row(sum, heads, sinks_of(l, head));
+            for (int section = first; section <= position / kSection; section++)
+                k.merge_row(sum, part(section, i), heads);
+        }
+        finish_attention(l, batch, span.from + i, head, sum, s);
+    }
+}
+
+// What is left of a row's projections where norms go over all heads.
+void Step::norm_over_heads(const Layer& l, int row) {
+    float *x = reinterpret_cast<float*>(mixed.data()) + size_t(row) * size_t(l.heads + l.kv_heads) * size_t(l.dim),
+          *key = x + l.heads * l.dim;
+    if (l.q_norm.weight) normalise(l.q_norm, x, l.heads * l.dim, x);
+    for (int h = 0; h < l.heads; h++) finish_query(l, h, row, x + h * l.dim);
+    if (l.kv_layer >= 0) return;
+    if (l.k_norm.weight) normalise(l.k_norm, key, l.kv_heads * l.dim, key);
+    for (int h = 0; h < l.kv_heads; h++) finish_key(l, h, row, key + h * l.dim);
+}
+
+void Step::mix_attention(const Layer& l, Batch& b) {
+    const int heads = l.heads + (l.kv_layer < 0 ? 2 * l.kv_heads : 0) + (l.gate.data ? l.heads : 0);
+    const auto parts = [this] {
+        return all.normed.tiles.size() < 16 ? 1 : 4;
+    };  // of the rows: a head is too large a unit
+    add(
+        kQkv, all, [heads, parts] { return heads * parts(); },
+        [this, &l, parts](int unit, Scratch& s) { project_head(l, unit / parts(), unit % parts(), parts(), s); });
+    if (l.norm_over_heads)
+        add(kQkv, all, [this] { return all.rows; }, [this, &l](int row, Scratch&) { norm_over_heads(l, row); });
+    const auto open = [this, &l, &b] {
+        if (&b == &last) take_last_rows();
+        return int(b.pieces.empty() ? b.spans.size() : b.pieces.size()) * l.kv_heads;
+    };
+    add(kAttention, b, open, [this, &l, &b](int unit, Scratch& s) { attend(l, b, unit, s); });
 }
 
 }  // namespace shoal

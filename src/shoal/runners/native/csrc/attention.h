@@ -1,8 +1,8 @@
 // Attention of query rows over one span of 64 tokens (two KV blocks) of one KV head.
 //
-// A row's arithmetic knows nothing of other rows: for spans 0, 1, 2, .. in this order, scores, a new maximum, one rescale
-// of its sums, then the weighted values added token pair by token pair. Spans begin at multiples of 64 by position, so
-// neither the batch nor the chunking moves them. Rows that share blocks are handed over together: the span's K and V
+// A row's arithmetic knows nothing of other rows: for spans 0, 1, 2, .. of a section in this order, scores, a new maximum, one rescale
+// of its sums, then the weighted values added token pair by token pair; then the sections' sums are added, in order. Spans
+// begin at multiples of 64 by position and sections at multiples of 512, so neither the batch nor the chunking moves them. Rows that share blocks are handed over together: the span's K and V
 // (8 KB each for 64 dimensions) come from memory once and stay in L1 for all of them.
 //
 //   K block [dim/2][32 tokens][2]        scores of 16 tokens: dpbf16(acc, 64 B of K, one pair of q in all lanes)
@@ -251,6 +251,23 @@ void start_row(float* state, const Heads& heads, const float* sinks) {
     const int padded = (heads.group + 15) / 16 * 16;
     for (int i = 0; i < state_floats(heads); i++) state[i] = i < padded ? -3e38f : 0.f;
     for (int h = 0; sinks && h < heads.group; h++) state[h] = sinks[h] * 1.44269504f, state[padded + 16 * h] = 1.f;
+}
+
+// Both sums are brought to the larger maximum, then added.
+void merge_row(float* state, const float* later, const Heads& heads) {
+    const int padded = (heads.group + 15) / 16 * 16;
+    for (int h = 0; h < heads.group; h++) {
+        const float a = state[h], b = later[h], now = a > b ? a : b;
+        float by[2][16];
+        store(by[0], exp2_of(set(a - now))), store(by[1], exp2_of(set(b - now)));
+        const F mine = set(by[0][0]), other = set(by[1][0]);
+        const auto add_to = [&](int at) {
+            store(state + at, fma(load(later + at), other, mul(load(state + at), mine)));
+        };
+        state[h] = now;
+        add_to(padded + 16 * h);
+        for (int d = 0; d < heads.v_dim; d += 16) add_to(padded + heads.group * 16 + h * heads.v_dim + d);
+    }
 }
 
 void finish_row(const float* state, const Heads& heads, float* out) {

@@ -33,15 +33,14 @@ void Step::gate_up(const FeedForward& f, const Acts& in, const Acts& out, int fr
     }
 }
 
-void Step::feed_forward(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s) {
-    if (l.feed == Feed::kMixture) return mixture(l, b, thread, counter, s);
-    const int most = strips_of(b.rows, l.ff);
-    share(counter++, units_of(b.rows, l.ff),
-          [&](int unit) { gate_up(l.dense, b.normed, b.inner, 0, int(b.normed.tiles.size()), 0, unit, most, s); });
-    meet(thread, kGateUp);
-    const bool at_once = adds_at_once(l.ff_post_norm, l);
-    project(b, b.inner, l.dense.down, counter++, at_once ? b.x : b.delta, c.embd, at_once);
-    meet(thread, kDown);
+void Step::feed_forward(const Layer& l, Batch& b) {
+    if (l.feed == Feed::kMixture) return mixture(l, b);
+    add(
+        kGateUp, b, [this, &l, &b] { return units_of(b.rows, l.ff); },
+        [this, &l, &b](int unit, Scratch& s) {
+            gate_up(l.dense, b.normed, b.inner, 0, int(b.normed.tiles.size()), 0, unit, strips_of(b.rows, l.ff), s);
+        });
+    project_to_stream(kDown, b, b.inner, l.dense.down, adds_at_once(l.ff_post_norm, l));
 }
 
 // The experts of a row, best first, and their weights. Scores that are not finite choose some expert and weigh it with NaN.
@@ -132,54 +131,63 @@ void Step::gather(const Acts& in, int unit) {
     }
 }
 
-void Step::mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s) {
-    const int columns = score_columns(l);
+// Units of a mixture's products: those of the shared feed-forward first, then those of each run.
+struct Step::Shares {
+    int shared_most, shared, most, each;  // strips of a unit; units of the shared feed-forward, of a run
+    int count(int runs) const { return shared + runs * each; }
+};
+Step::Shares Step::shares_of(int strips, int shared_strips, int shared_most) const {
+    const int most = std::min(std::max(strips * int(runs.size()) / (m.threads() * 8), 1), kMostStrips);
+    return {shared_most, (shared_strips + shared_most - 1) / shared_most, most, (strips + most - 1) / most};
+}
+
+void Step::mixture(const Layer& l, Batch& b) {
+    const int columns = score_columns(l), strips = l.ff / kStrip, outputs = c.embd / kStrip;
     const Acts &in = norms_inputs(l) ? b.experts_in : b.normed, &shared_in = norms_inputs(l) ? b.shared_in : b.normed;
-    share(counter++, columns / kStrip, [&](int strip) {
-        const bool gate = strip >= l.router.strips;
-        for (const Tile& tile : b.normed.tiles)
-            k.product(gate ? l.shared_gate : l.router, gate ? 0 : strip, 1, tile,
-                      scores.data() + size_t(tile.first) * columns + strip * kStrip, columns, false);
-    });
-    meet(thread, kRoute);
-    share(counter++, b.rows, [&](int row) { choose(l, row); });
-    meet(thread, kRoute);
-    if (thread == 0) group_pairs(l, b, in);
-    meet(thread, kRoute);
-    share(counter++, int(pairs.tiles.size()), [&](int unit) { gather(in, unit); });
-    meet(thread, kRoute);
-    // Units: those of the shared feed-forward first, then those of each run.
-    const int active = int(runs.size()), strips = l.ff / kStrip, outputs = c.embd / kStrip;
-    const auto most_of = [&](int width) {
-        return std::min(std::max(width * active / (m.threads() * 8), 1), kMostStrips);
+    add(
+        kRoute, b, [columns] { return columns / kStrip; },
+        [this, &l, &b, columns](int strip, Scratch&) {
+            const bool gate = strip >= l.router.strips;
+            for (const Tile& tile : b.normed.tiles)
+                k.product(gate ? l.shared_gate : l.router, gate ? 0 : strip, 1, tile,
+                          scores.data() + size_t(tile.first) * columns + strip * kStrip, columns, false);
+        });
+    add(kRoute, b, [&b] { return b.rows; }, [this, &l](int row, Scratch&) { choose(l, row); });
+    const auto group = [this, &l, &b, &in] {
+        group_pairs(l, b, in);
+        return int(pairs.tiles.size());
     };
-    const int shared_most = strips_of(b.rows, std::max(l.shared, kStrip)),
-              shared_units = l.shared ? units_of(b.rows, l.shared) : 0;
-    const int inner_most = most_of(strips), inner_units = (strips + inner_most - 1) / inner_most;
-    share(counter++, shared_units + active * inner_units, [&](int unit) {
-        if (unit < shared_units)
-            return gate_up(l.dense, shared_in, b.inner, 0, int(shared_in.tiles.size()), 0, unit, shared_most, s);
-        const Run& run = runs[size_t((unit - shared_units) / inner_units)];
-        gate_up(l.expert, pairs, pair_inner, run.from, run.to, run.expert, (unit - shared_units) % inner_units,
-                inner_most, s);
-    });
-    meet(thread, kGateUp);
-    const int out_most = most_of(outputs), out_units = (outputs + out_most - 1) / out_most;
-    const int shared_out = l.shared ? outputs : 0;
-    share(counter++, shared_out + active * out_units, [&](int unit) {
-        const bool shared = unit < shared_out;
-        const Run run =
-            shared ? Run{0, 0, 0, int(b.inner.tiles.size())} : runs[size_t((unit - shared_out) / out_units)];
-        const int first = shared ? unit : (unit - shared_out) % out_units * out_most,
-                  count = shared ? 1 : std::min(out_most, outputs - first);
-        float* out = shared ? b.delta : reinterpret_cast<float*>(pair_out.data());
-        for (int t = run.from; t < run.to; t++) {
-            const Tile& tile = (shared ? b.inner : pair_inner).tiles[size_t(t)];
-            k.product(shared ? l.dense.down : l.expert.down, run.expert * outputs + first, count, tile,
-                      out + size_t(tile.first) * c.embd + first * kStrip, c.embd, false);
-        }
-    });
-    meet(thread, kDown);
+    add(kRoute, b, group, [this, &in](int unit, Scratch&) { gather(in, unit); });
+    const auto inner = [this, &l, &b, strips] {
+        return shares_of(strips, l.shared / kStrip, strips_of(b.rows, std::max(l.shared, kStrip)));
+    };
+    add(
+        kGateUp, b, [this, inner] { return inner().count(int(runs.size())); },
+        [this, &l, &b, &shared_in, inner](int unit, Scratch& s) {
+            const Shares of = inner();
+            if (unit < of.shared)
+                return gate_up(l.dense, shared_in, b.inner, 0, int(shared_in.tiles.size()), 0, unit, of.shared_most, s);
+            const Run& run = runs[size_t((unit - of.shared) / of.each)];
+            gate_up(l.expert, pairs, pair_inner, run.from, run.to, run.expert, (unit - of.shared) % of.each, of.most,
+                    s);
+        });
+    const auto outer = [this, &l, outputs] { return shares_of(outputs, l.shared ? outputs : 0, 1); };
+    add(
+        kDown, b, [this, outer] { return outer().count(int(runs.size())); },
+        [this, &l, &b, outer, outputs](int unit, Scratch&) {
+            const Shares of = outer();
+            const bool shared = unit < of.shared;
+            const Run run =
+                shared ? Run{0, 0, 0, int(b.inner.tiles.size())} : runs[size_t((unit - of.shared) / of.each)];
+            const int first = shared ? unit : (unit - of.shared) % of.each * of.most,
+                      count = shared ? 1 : std::min(of.most, outputs - first);
+            float* out = shared ? b.delta : reinterpret_cast<float*>(pair_out.data());
+            for (int t = run.from; t < run.to; t++) {
+                const Tile& tile = (shared ? b.inner : pair_inner).tiles[size_t(t)];
+                k.product(shared ? l.dense.down : l.expert.down, run.expert * outputs + first, count, tile,
+                          out + size_t(tile.first) * c.embd + first * kStrip, c.embd, false);
+            }
+        });
 }
 
 }  // namespace shoal

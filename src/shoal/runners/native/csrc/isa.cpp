@@ -1,5 +1,6 @@
 // One instruction set's kernels; compiled once per set, with SHOAL_ISA naming it and the compiler's flags choosing simd.h's side.
 #include "attention.h"
+#include "attention_tiles.h"
 #include "kernels.h"
 #include "norms.h"
 #include "products.h"
@@ -16,9 +17,11 @@ namespace shoal {
 #if defined(__AMX_INT8__) && !defined(SHOAL_PLAIN)
 constexpr int kMostRows = 2 * kSub;
 constexpr auto kProduct = product_of_many;
+constexpr auto kAttend = attend_tiles<false>, kAttendEight = attend_tiles<true>;
 #else
 constexpr int kMostRows = kMaxRows;
 constexpr auto kProduct = product;
+constexpr auto kAttend = attend<false>, kAttendEight = attend<true>;
 static_assert(kMaxRows <= kVectorRows);
 #endif
 
@@ -39,7 +42,8 @@ const Kernels* SHOAL_NAME(SHOAL_ISA)() {
                                       to_bf16_row,
                                       start_row,
                                       to_codes,
-                                      {attend<false>, attend<true>},
+                                      {kAttend, kAttendEight},
+                                      merge_row,
                                       finish_row,
                                       best_of};
     return &table;

@@ -33,6 +33,8 @@ constexpr int kGroup = 32;      // inputs that share the scale of an activation
 constexpr int kVectorRows = 8;  // the most rows of a tile for kernels without matrix registers
 constexpr int kBlock = 32;      // token slots of a KV block
 constexpr int kSpan = 64;       // tokens that one softmax update takes: two blocks, always split at multiples of 64
+constexpr int kSection =
+    512;  // tokens whose spans are summed by themselves, then added to those of the sections before
 
 // A packed weight of n outputs x k inputs: strips of 32 outputs, one after the other, read from front to back. A strip is a row of
 // blocks of 32 inputs, or of 256 where scales nest; a block has its scales, then the codes of each group of 32 inputs:
@@ -209,7 +211,8 @@ struct Kernels {
     // Over KV in 16 bits and in 8.
     void (*attend[2])(const uint8_t* kv0, const uint8_t* kv1, const uint8_t* next0, const uint8_t* next1,
                       const Row* rows, int n, int first, const Heads&);
-    void (*finish_row)(const float* state, const Heads&, float* out);  // out [group][v_dim]
+    void (*merge_row)(float* state, const float* later, const Heads&);  // adds the sums of a later section
+    void (*finish_row)(const float* state, const Heads&, float* out);   // out [group][v_dim]
     // The largest of x[0..n) after `best`, lowest index first; `bad` becomes NaN once some x is not finite.
     void (*best_of)(const float* x, int n, int first, float& best, int& index, float& bad);
 };

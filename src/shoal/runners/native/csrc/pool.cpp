@@ -8,11 +8,15 @@
 #include <set>
 
 #if defined(__linux__)
+#include <pthread.h>
 #include <sched.h>
 #endif
 
 namespace shoal {
 namespace {
+
+constexpr int kSpins = 4000;      // some 70 us
+constexpr double kSlow = 300e-6;  // seconds: a unit takes some ten
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -33,16 +37,17 @@ std::vector<int> allowed_cpus() {
     return out;
 }
 
-void stay_on(int place) {
+// By who starts the thread, so that it is there before anything runs.
+void keep_on(std::thread& thread, int place) {
 #if defined(__linux__)
     const std::vector<int> cpus = allowed_cpus();
     if (cpus.empty()) return;
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(size_t(cpus[size_t(place) % cpus.size()]), &one);
-    sched_setaffinity(0, sizeof one, &one);
+    pthread_setaffinity_np(thread.native_handle(), sizeof one, &one);
 #else
-    (void)place;
+    (void)thread, (void)place;
 #endif
 }
 
@@ -121,7 +126,10 @@ void Company::note(double seconds, double lost) {
 
 Pool::Pool(int threads, bool pin) : workers_(size_t(threads)), company_(threads) {
     try {
-        for (int i = 1; i < threads; i++) workers_[size_t(i)].thread = std::thread([this, i, pin] { work(i, pin); });
+        for (int i = 1; i < threads; i++) {
+            workers_[size_t(i)].thread = std::thread([this, i] { work(i); });
+            if (pin) keep_on(workers_[size_t(i)].thread, i);
+        }
     } catch (...) {  // the system gives no more threads: end those that started, then say so
         end();
         throw;
@@ -137,50 +145,83 @@ void Pool::end() {
     }
 }
 
-void Pool::run(void (*fn)(void*, int), void* context) {
-    fn_ = fn, context_ = context, taking_part_ = company_.threads();
-    started_ = seconds();
-    for (int i = 1; i < taking_part_; i++) {
+void Pool::run(Work& work) {
+    work_ = &work;
+    const int taking_part = company_.threads();
+    const double started = seconds();
+    for (Worker& worker : workers_) worker.lost.store(0, std::memory_order_relaxed);
+    over_ = false;
+    advance();
+    for (int i = 1; i < taking_part; i++) {
         workers_[size_t(i)].job.fetch_add(1, std::memory_order_release);
         workers_[size_t(i)].job.notify_one();
     }
     take_part(0);
-    double lost = 0;
-    for (int i = 0; i < taking_part_; i++) lost = std::max(lost, workers_[size_t(i)].lost);
-    company_.note(seconds() - started_, lost);
+    int64_t lost = 0;
+    for (Worker& worker : workers_) lost = std::max(lost, worker.lost.load(std::memory_order_relaxed));
+    company_.note(seconds() - started, double(lost) * 1e-9);
+}
+
+// The next phase, by whoever did the last unit of the one before.
+void Pool::advance() {
+    units_ = work_->open();
+    done_.store(0, std::memory_order_relaxed);
+    const uint64_t next = (word_.load(std::memory_order_relaxed) >> 32) + 1;
+    if (units_ == 0) over_ = true;
+    word_.store(next << 32 | uint64_t(units_), std::memory_order_release);
+    opened_.fetch_add(1);
+    if (sleepers_.load() > 0) opened_.notify_all();
+}
+
+// False: all units of this phase are claimed.
+bool Pool::do_unit(int id) {
+    uint64_t word = word_.load(std::memory_order_acquire);
+    do {
+        if (uint32_t(word) == 0) return false;
+    } while (!word_.compare_exchange_weak(word, word - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    const int units = units_;
+    const double began = seconds();
+    work_->unit(units - int(uint32_t(word)), id);
+    if (const double ended = seconds(); ended - began > kSlow) look(workers_[size_t(id)], began, ended);
+    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == units) advance();
+    return true;
+}
+
+// After a unit that took long: did it work, or wait for a core? Since the last look the thread may have lost it elsewhere too.
+void Pool::look(Worker& worker, double began, double ended) {
+    const double own = own_seconds(), away = (ended - worker.seen) - (own - worker.own);
+    worker.seen = ended, worker.own = own;
+    const double lost = std::min(away, ended - began);
+    if (lost > 0) worker.lost.fetch_add(int64_t(lost * 1e9), std::memory_order_relaxed);
 }
 
 void Pool::take_part(int id) {
-    const double own = own_seconds();
-    fn_(context_, id);
-    workers_[size_t(id)].lost = seconds() - started_ - (own_seconds() - own);
-    barrier();
+    Worker& worker = workers_[size_t(id)];
+    worker.seen = seconds(), worker.own = own_seconds();
+    for (;;) {
+        while (do_unit(id)) {
+        }
+        for (int spin = 0; spin < kSpins && idle(); spin++) relax();
+        while (idle()) {
+            const uint32_t opened = opened_.load();
+            sleepers_.fetch_add(1);
+            const double asleep = seconds();
+            if (idle()) opened_.wait(opened);
+            worker.seen += seconds() - asleep;
+            sleepers_.fetch_sub(1);
+        }
+        if (over_.load()) return;
+    }
 }
 
-void Pool::work(int id, bool pin) {
-    if (pin) stay_on(id);
+void Pool::work(int id) {
     std::atomic<uint32_t>& job = workers_[size_t(id)].job;
-    for (uint32_t seen = 0;; seen++) {
-        for (int spin = 0; spin < 4000 && job.load(std::memory_order_acquire) == seen; spin++) relax();
+    for (uint32_t seen = 0;;) {
+        for (int spin = 0; spin < kSpins && job.load(std::memory_order_acquire) == seen; spin++) relax();
         while (job.load(std::memory_order_acquire) == seen) job.wait(seen, std::memory_order_acquire);
         if (stop_.load()) return;
+        seen = job.load(std::memory_order_acquire);  // before: a run that begins meanwhile is not missed
         take_part(id);
-    }
-}
-
-void Pool::barrier() {
-    if (taking_part_ == 1) return;
-    const uint32_t turn = turn_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(taking_part_)) {
-        arrived_.store(0, std::memory_order_relaxed);
-        turn_.fetch_add(1, std::memory_order_release);
-        return;
-    }
-    for (int spin = 0; turn_.load(std::memory_order_acquire) == turn; spin++) {
-        if (spin < 4000)
-            relax();
-        else
-            std::this_thread::yield();
     }
 }
 

@@ -86,46 +86,58 @@ void Step::finish_recurrent(const Layer& l, Batch& b, int row, Scratch& s) {
     k.quantise(x, width, tile, row - tile.first, 0);
 }
 
-void Step::mix_recurrent(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s) {
-    float* out = reinterpret_cast<float*>(mixed.data());
-    int strips = 0;
-    for (const Input& input : l.inputs) strips += input.w.strips;
-    const int most = strips_of(all.rows, strips * kStrip);
-    std::vector<std::pair<int, int>> units;  // of each, the input and its first strip
-    for (size_t i = 0; i < l.inputs.size(); i++)
-        for (int first = 0; first < l.inputs[i].w.strips; first += most) units.emplace_back(int(i), first);
-    share(counter++, int(units.size()), [&](int unit) {
-        const Input& input = l.inputs[size_t(units[size_t(unit)].first)];
-        const int first = units[size_t(unit)].second, count = std::min(most, input.w.strips - first);
+// The columns of `mixed` that strips of one input give. A unit takes strips of one input only.
+void Step::mix_columns(const Layer& l, int unit) {
+    const int most = strips_of(all.rows, input_strips(l) * kStrip);
+    for (const Input& input : l.inputs) {
+        const int units = (input.w.strips + most - 1) / most, first = unit * most;
+        if (unit >= units) {
+            unit -= units;
+            continue;
+        }
+        float* out = reinterpret_cast<float*>(mixed.data()) + input.column + first * kStrip;
         for (const Tile& tile : all.normed.tiles)
-            k.product(input.w, first, count, tile, out + size_t(tile.first) * l.columns + input.column + first * kStrip,
-                      l.columns, false);
-    });
-    meet(thread, kMix);
-    const Convolution& conv = l.convolution;
-    const int pieces = (conv.channels + kChannelsAtOnce - 1) / kChannelsAtOnce;
-    share(counter++, int(fed.size()) * pieces, [&](int unit) {
-        const Fed& f = fed[size_t(unit / pieces)];
-        const int from = unit % pieces * kChannelsAtOnce, to = std::min(from + kChannelsAtOnce, conv.channels);
-        float *x = out + size_t(f.first) * l.columns,
-              *state = m.state(plan->sequences[size_t(f.sequence)].id) + l.state_at;
-        const bool gated = l.mixer == Mixer::kConvolution;
-        k.convolve(conv, x, gated ? x + l.b_at : nullptr, gated ? x + l.z_at : nullptr, l.columns, f.count, state, from,
-                   to);
-    });
-    meet(thread, kRecur);
-    if (l.mixer != Mixer::kConvolution) {
-        share(counter++, int(fed.size()) * l.heads,
-              [&](int unit) { recur_head(l, fed[size_t(unit / l.heads)], unit % l.heads, s); });
-        meet(thread, kRecur);
+            k.product(input.w, first, std::min(most, input.w.strips - first), tile,
+                      out + size_t(tile.first) * l.columns, l.columns, false);
+        return;
     }
-    if (!b.rows) return;
-    if (&b == &last && thread == 0) take_last_rows();
-    share(counter++, int(b.attended.tiles.size()), [&](int unit) {
+}
+
+void Step::convolve_part(const Layer& l, const Fed& f, int from) {
+    const Convolution& conv = l.convolution;
+    float *x = reinterpret_cast<float*>(mixed.data()) + size_t(f.first) * l.columns,
+          *state = m.state(plan->sequences[size_t(f.sequence)].id) + l.state_at;
+    const bool gated = l.mixer == Mixer::kConvolution;
+    k.convolve(conv, x, gated ? x + l.b_at : nullptr, gated ? x + l.z_at : nullptr, l.columns, f.count, state, from,
+               std::min(from + kChannelsAtOnce, conv.channels));
+}
+
+void Step::mix_recurrent(const Layer& l, Batch& b) {
+    const auto columns = [this, &l] {
+        const int most = strips_of(all.rows, input_strips(l) * kStrip);
+        int units = 0;
+        for (const Input& input : l.inputs) units += (input.w.strips + most - 1) / most;
+        return units;
+    };
+    add(kMix, all, columns, [this, &l](int unit, Scratch&) { mix_columns(l, unit); });
+    const int pieces = (l.convolution.channels + kChannelsAtOnce - 1) / kChannelsAtOnce;
+    add(
+        kRecur, all, [this, pieces] { return int(fed.size()) * pieces; },
+        [this, &l, pieces](int unit, Scratch&) {
+            convolve_part(l, fed[size_t(unit / pieces)], unit % pieces * kChannelsAtOnce);
+        });
+    if (l.mixer != Mixer::kConvolution)
+        add(
+            kRecur, all, [this, &l] { return int(fed.size()) * l.heads; },
+            [this, &l](int unit, Scratch& s) { recur_head(l, fed[size_t(unit / l.heads)], unit % l.heads, s); });
+    const auto open = [this, &b] {
+        if (&b == &last) take_last_rows();
+        return int(b.attended.tiles.size());
+    };
+    add(kRecur, b, open, [this, &l, &b](int unit, Scratch& s) {
         const Tile& tile = b.attended.tiles[size_t(unit)];
         for (int r = 0; r < tile.rows; r++) finish_recurrent(l, b, tile.first + r, s);
     });
-    meet(thread, kRecur);
 }
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// One pass: every thread runs the same phases, claims units of work in each, and meets the others at its end.
+// One pass: phases, one after the other, each of units that threads claim. A model's phases are laid down once, in order.
 //
 //   phase        unit                             reads                 writes
 //   norm         the rows of a tile               x (and delta)         normed (8 bits), x
@@ -69,8 +69,7 @@ void Acts::shape_runs(const std::vector<int>& runs, int rows, int k, int max_row
     }
 }
 
-Step::Step(const Model& model)
-    : m(model), c(model.config()), k(model.kernels()), counters(model.layers().size() * 20 + 12) {
+Step::Step(const Model& model) : m(model), c(model.config()), k(model.kernels()) {
     scratch.resize(size_t(m.threads()));
     int most_dim = kMostStrips * kStrip, row = c.embd, state = 0, keys = 0;
     for (const Layer& l : m.layers()) {
@@ -81,24 +80,24 @@ Step::Step(const Model& model)
     }
     for (auto& s : scratch) {
         s.one.resize(size_t(k.max_rows) * size_t(most_dim)), s.two.resize(s.one.size());
-        s.state.resize(size_t(kRowsAtOnce) * size_t(state));
+        s.state.resize(size_t(kRowsAtOnce) * 2 * size_t(state));
         s.row.resize(size_t(row)), s.other.resize(size_t(c.embd)),
             s.wide.resize(size_t(c.inputs.size) * m.layers().size());
         s.keys.resize(size_t(kTokensAtOnce) * 2 * size_t(keys));
         s.rows.resize(kRowsAtOnce);
     }
+    add_layers();
 }
 
 // -- before the pass, on the calling thread -----------------------------------------------------------------------
 
 void Step::form(Batch& batch, int rows) {
     const DenseInputs dense(m);
-    int attended = 0, inner = c.inputs.size, kv_heads = 0;
+    int attended = 0, inner = c.inputs.size;
     bool delta = c.inputs.size > 0, own = false;
     for (const Layer& l : m.layers()) {
         attended = std::max(attended, l.inner()),
         inner = std::max({inner, l.feed == Feed::kDense ? l.ff : 0, l.shared});
-        kv_heads = std::max(kv_heads, l.attends() ? l.kv_heads : 0);
         delta |=
             l.residual_scale != 1.f || l.mixer_post_norm.weight || l.ff_post_norm.weight || l.feed == Feed::kMixture;
         own |= norms_inputs(l);
@@ -114,25 +113,7 @@ void Step::form(Batch& batch, int rows) {
     if (own)
         batch.experts_in.shape(rows, c.embd, k.max_rows, dense.normed),
             batch.shared_in.shape(rows, c.embd, k.max_rows, dense.normed);
-    // Attention units: runs of rows that start with the same block, in pieces small enough to keep all threads busy.
-    batch.spans.clear();
-    const int piece = std::clamp(rows * kv_heads / (m.threads() * 3), 1, kRowsAtOnce);
-    for (int i = 0; i < rows;) {
-        int j = i + 1;
-        const int block = plan->sequences[size_t(batch.queries[size_t(i)].sequence)].table[0];
-        while (j < rows && j - i < piece &&
-               plan->sequences[size_t(batch.queries[size_t(j)].sequence)].table[0] == block)
-            j++;
-        batch.spans.push_back({i, j});
-        i = j;
-    }
-    auto cost = [&](const Span& s) {
-        int64_t sum = 0;
-        for (int i = s.from; i < s.to; i++) sum += batch.queries[size_t(i)].position;
-        return sum;
-    };
-    std::stable_sort(batch.spans.begin(), batch.spans.end(),
-                     [&](const Span& a, const Span& b) { return cost(a) > cost(b); });
+    cut_attention(batch);
 }
 
 void Step::prepare(const Plan& p, float* logits) {
@@ -190,9 +171,8 @@ void Step::prepare(const Plan& p, float* logits) {
     for (const Rotary& rotary : c.rotaries)
         angles_at.push_back(angles), angles += size_t(rows) * rotary.frequencies.size();
     if (cosines.size() < angles) cosines.resize(angles), sines.resize(angles);
-    for (auto& counter : counters) counter.next.store(0, std::memory_order_relaxed);
     for (auto& s : scratch) s.best.assign(size_t(last.rows), {});
-    since = std::chrono::steady_clock::now();
+    at = -1;
     steps += 1;
 }
 
@@ -276,73 +256,81 @@ void Step::quantise_own(const Layer& l, Batch& batch, int row, const float* x, S
     }
 }
 
-void Step::settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s,
-                  const Layer* mixture) {
-    share(counter, int(batch.normed.tiles.size()), [&](int unit) {  // rows of a tile share cache lines: one thread's
-        const Tile& tile = batch.normed.tiles[size_t(unit)];
-        for (int r = 0; r < tile.rows; r++) {
-            const int row = tile.first + r;
-            const float* x = batch.x + size_t(row) * size_t(c.embd);
-            if (pending.layer) add_pending(batch, row, pending, s);
-            if (norm.weight) normalise(norm, x, c.embd, s.row.data());
-            if (mixture && norms_inputs(*mixture))
-                quantise_own(*mixture, batch, row, norm.weight ? s.row.data() : x, s);
-            else
-                k.quantise(norm.weight ? s.row.data() : x, c.embd, tile, r, 0);
-        }
-    });
+void Step::settle_tile(Batch& batch, const Tile& tile, const Pending& pending, const Norm& norm, Scratch& s,
+                       const Layer* mixture) {
+    for (int r = 0; r < tile.rows; r++) {
+        const int row = tile.first + r;
+        const float* x = batch.x + size_t(row) * size_t(c.embd);
+        if (pending.layer) add_pending(batch, row, pending, s);
+        if (norm.weight) normalise(norm, x, c.embd, s.row.data());
+        if (mixture && norms_inputs(*mixture))
+            quantise_own(*mixture, batch, row, norm.weight ? s.row.data() : x, s);
+        else
+            k.quantise(norm.weight ? s.row.data() : x, c.embd, tile, r, 0);
+    }
+}
+
+// A unit is a tile: its rows share cache lines, so they are one thread's.
+void Step::settle(Phase phase, Batch& batch, Pending pending, Norm norm, const Layer* mixture) {
+    add(
+        phase, batch, [&batch] { return int(batch.normed.tiles.size()); },
+        [this, &batch, pending, norm, mixture](int unit, Scratch& s) {
+            settle_tile(batch, batch.normed.tiles[size_t(unit)], pending, norm, s, mixture);
+        });
 }
 
 // Per-layer embeddings of all rows: see InputFacts.
-void Step::make_inputs(int thread, size_t& counter, Scratch& s) {
+void Step::make_inputs() {
     const InputFacts& facts = c.inputs;
     const int parts = int(m.layers().size()), width = parts * facts.size;
-    float* out = reinterpret_cast<float*>(inputs.data());
-    settle(all, counter++, {}, {}, s);
-    meet(thread, kEmbed);
-    project(all, all.normed, m.ends().input_project, counter++, out, width, false);
-    meet(thread, kEmbed);
-    share(counter++, all.rows, [&](int row) {
-        float* x = out + size_t(row) * width;
-        k.soft_cap(x, width, facts.project_scale, 0.f);
-        for (int i = 0; i < parts; i++)
-            normalise(m.ends().input_norm, x + i * facts.size, facts.size, x + i * facts.size);
-        unpack_row(m.ends().input_embedding, tokens[size_t(row)], s.wide.data());
-        k.add_scaled(x, s.wide.data(), facts.embedding_scale, width);
-        k.soft_cap(x, width, facts.scale, 0.f);
-    });
-    meet(thread, kEmbed);
+    settle(kEmbed, all, {}, {});
+    const auto out = [this] { return reinterpret_cast<float*>(inputs.data()); };
+    project(kEmbed, all, all.normed, m.ends().input_project, out, width, false);
+    add(
+        kEmbed, all, [this] { return all.rows; },
+        [this, &facts, parts, width, out](int row, Scratch& s) {
+            float* x = out() + size_t(row) * width;
+            k.soft_cap(x, width, facts.project_scale, 0.f);
+            for (int i = 0; i < parts; i++)
+                normalise(m.ends().input_norm, x + i * facts.size, facts.size, x + i * facts.size);
+            unpack_row(m.ends().input_embedding, tokens[size_t(row)], s.wide.data());
+            k.add_scaled(x, s.wide.data(), facts.embedding_scale, width);
+            k.soft_cap(x, width, facts.scale, 0.f);
+        });
 }
 
 // A layer's use of them, to `delta`.
-void Step::take_input(const Layer& l, size_t layer, Batch& b, int thread, size_t& counter, Scratch& s) {
+void Step::take_input(const Layer& l, size_t layer, Batch& b) {
     const int size = c.inputs.size, width = size * int(m.layers().size());
-    share(counter++, size / kStrip, [&](int strip) {
-        for (size_t t = 0; t < b.normed.tiles.size(); t++) {
-            const Tile& tile = b.normed.tiles[t];
-            k.product(l.input_gate, strip, 1, tile, s.one.data(), kStrip, false);
-            for (int i = 0; i < tile.rows; i++) {
-                const size_t source = size_t(b.queries[size_t(tile.first + i)].source);
-                const float* input = reinterpret_cast<const float*>(inputs.data()) + source * size_t(width) +
-                                     layer * size_t(size) + size_t(strip * kStrip);
-                k.activate(Activation::kGelu, s.one.data() + i * kStrip, input, kStrip, 0.f, 0.f);
-                k.quantise(s.one.data() + i * kStrip, kStrip, b.inner.tiles[t], i, strip * kStrip);
+    add(
+        kGateUp, b, [size] { return size / kStrip; },
+        [this, &l, layer, &b, size, width](int strip, Scratch& s) {
+            for (size_t t = 0; t < b.normed.tiles.size(); t++) {
+                const Tile& tile = b.normed.tiles[t];
+                k.product(l.input_gate, strip, 1, tile, s.one.data(), kStrip, false);
+                for (int i = 0; i < tile.rows; i++) {
+                    const size_t source = size_t(b.queries[size_t(tile.first + i)].source);
+                    const float* input = reinterpret_cast<const float*>(inputs.data()) + source * size_t(width) +
+                                         layer * size_t(size) + size_t(strip * kStrip);
+                    k.activate(Activation::kGelu, s.one.data() + i * kStrip, input, kStrip, 0.f, 0.f);
+                    k.quantise(s.one.data() + i * kStrip, kStrip, b.inner.tiles[t], i, strip * kStrip);
+                }
             }
-        }
-    });
-    meet(thread, kGateUp);
-    project(b, b.inner, l.input_project, counter++, b.delta, c.embd, false);
-    meet(thread, kDown);
+        });
+    project_to_stream(kDown, b, b.inner, l.input_project, false);
 }
 
-void Step::project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter, float* out, int ld,
+void Step::project(Phase phase, Batch& batch, const Acts& acts, const Matrix& w, std::function<float*()> out, int ld,
                    bool accumulate) {
-    const int width = w.strips * kStrip, most = strips_of(batch.rows, width), all_strips = w.strips;
-    share(counter, units_of(batch.rows, width), [&](int unit) {
-        for (const Tile& tile : acts.tiles)
-            k.product(w, unit * most, std::min(most, all_strips - unit * most), tile,
-                      out + size_t(tile.first) * size_t(ld) + unit * most * kStrip, ld, accumulate);
-    });
+    const int width = w.strips * kStrip;
+    add(
+        phase, batch, [this, &batch, width] { return units_of(batch.rows, width); },
+        [this, &batch, &acts, &w, out, ld, accumulate, width](int unit, Scratch&) {
+            const int most = strips_of(batch.rows, width), count = std::min(most, w.strips - unit * most);
+            float* to = out() + unit * most * kStrip;
+            for (const Tile& tile : acts.tiles)
+                k.product(w, unit * most, count, tile, to + size_t(tile.first) * size_t(ld), ld, accumulate);
+        });
 }
 
 void Step::take_best(const float* x, int n, int first, size_t count, Best& best) const {
@@ -377,50 +365,55 @@ void Step::vocabulary(int unit, Scratch& s) {
     }
 }
 
-void Step::pass(int thread) {
-    Scratch& s = scratch[size_t(thread)];
+// Lays down the phases of a pass. Behind the last mixer only the rows whose logits are wanted go on.
+void Step::add_layers() {
     const std::vector<Layer>& layers = m.layers();
-    size_t counter = 0, last_mixer = 0;
+    size_t last_mixer = 0;
     for (size_t i = 0; i < layers.size(); i++)
         if (layers[i].mixer != Mixer::kNone) last_mixer = i;
-    share(counter++, all.rows, [&](int row) { embed(row); });
-    meet(thread, kEmbed);
-    if (c.inputs.size) make_inputs(thread, counter, s);
+    add(kEmbed, all, [this] { return all.rows; }, [this](int row, Scratch&) { embed(row); });
+    if (c.inputs.size) make_inputs();
     Pending pending;
     for (size_t i = 0; i < layers.size(); i++) {
         const Layer& l = layers[i];
+        Batch& b = i < last_mixer ? all : last;
         if (l.mixer != Mixer::kNone) {
-            settle(all, counter++, pending, l.mixer_norm, s);
-            meet(thread, kNorm);
-            Batch& b = i < last_mixer ? all : last;
+            settle(kNorm, all, pending, l.mixer_norm);
             if (l.attends())
-                mix_attention(l, b, thread, counter, s);
+                mix_attention(l, b);
             else
-                mix_recurrent(l, b, thread, counter, s);
-            if (!b.rows) return;
+                mix_recurrent(l, b);
             const bool at_once = adds_at_once(l.mixer_post_norm, l);
-            project(b, b.attended, l.o, counter++, at_once ? b.x : b.delta, c.embd, at_once);
-            meet(thread, kOut);
+            project_to_stream(kOut, b, b.attended, l.o, at_once);
             pending = {at_once ? nullptr : &l, Of::kMixer};
         }
-        Batch& b = i < last_mixer ? all : last;
         if (l.feed != Feed::kNone) {
-            settle(b, counter++, pending, l.ff_norm, s, l.feed == Feed::kMixture ? &l : nullptr);
-            meet(thread, kNorm);
-            feed_forward(l, b, thread, counter, s);
+            settle(kNorm, b, pending, l.ff_norm, l.feed == Feed::kMixture ? &l : nullptr);
+            feed_forward(l, b);
             const bool nothing = l.feed == Feed::kDense && adds_at_once(l.ff_post_norm, l) && l.output_scale == 1.f;
             pending = {nothing ? nullptr : &l, Of::kFeed};
         }
         if (!l.takes_input) continue;
-        settle(b, counter++, pending, {}, s);
-        meet(thread, kNorm);
-        take_input(l, i, b, thread, counter, s);
+        settle(kNorm, b, pending, {});
+        take_input(l, i, b);
         pending = {&l, Of::kInput};
     }
-    settle(last, counter++, pending, m.norm(), s);
-    meet(thread, kNorm);
-    share(counter++, (c.vocab + kHeadWidth - 1) / kHeadWidth, [&](int unit) { vocabulary(unit, s); });
-    meet(thread, kHead);
+    settle(kNorm, last, pending, m.norm());
+    add(
+        kHead, last, [this] { return (c.vocab + kHeadWidth - 1) / kHeadWidth; },
+        [this](int unit, Scratch& s) { vocabulary(unit, s); });
+}
+
+int Step::open() {
+    const auto now = std::chrono::steady_clock::now();
+    if (at >= 0) seconds[program[size_t(at)].phase] += std::chrono::duration<double>(now - since).count();
+    since = now;
+    while (++at < int(program.size())) {
+        const Part& part = program[size_t(at)];
+        if (!part.batch->rows) continue;
+        if (const int units = part.open(); units > 0) return units;
+    }
+    return 0;
 }
 
 // The most likely tokens of each row of `last`, of equals the lowest; -1 and none where a logit was not finite.
@@ -464,7 +457,7 @@ Answer Model::run(const Plan& plan, float* logits) {
     Plan now = plan;
     for (int link = 0; link < plan.chain; link++) {
         step_->prepare(now, logits);
-        pool_->run([](void* step, int thread) { static_cast<Step*>(step)->pass(thread); }, step_.get());
+        pool_->run(*step_);
         auto best = step_->best();
         std::vector<std::vector<Best*>> of(plan.sequences.size());
         for (size_t r = 0; r < best.size(); r++) of[size_t(step_->last.queries[r].sequence)].push_back(&best[r]);

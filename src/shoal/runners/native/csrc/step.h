@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <functional>
 
 #include "model.h"
 
@@ -46,8 +47,12 @@ struct QueryRow {
     int sequence, position, source;
 };  // source: its row in the q buffer and in `all`
 struct Span {
-    int from, to;
-};  // query rows that one attention unit takes
+    int from, to;          // query rows that share their first block
+    int sections, states;  // of the longest; before it in Batch::parts, for each KV head
+};
+struct Cut {
+    int span, section;
+};
 
 // Rows that go through a layer together.
 struct Batch {
@@ -57,7 +62,15 @@ struct Batch {
     float* delta = nullptr;  // [rows][embd]: what a block gives where it is not added to x at once
     Acts normed, attended, inner, experts_in, shared_in;  // the last two where a mixture norms its own inputs
     std::vector<QueryRow> queries;  // sorted so that shared blocks are neighbours; row i of x is queries[i]
+    // Attention's units, each for every KV head: spans, or where those are too few for all threads, their sections. The sums of a
+    // section then lie in `parts`, and whoever is the last of a span and head adds them in order.
+    struct Counter {
+        std::atomic<int> done{0};
+    };
     std::vector<Span> spans;
+    std::vector<Cut> pieces;  // empty: units are spans
+    std::vector<Counter> finished;
+    Pages parts;
 };
 
 // What a block left behind to be added to x: x = output_scale * (x + scale * norm(delta)).
@@ -86,13 +99,11 @@ struct Scratch {
     std::vector<Best> best;
 };
 
-struct Step {
-    struct alignas(64) Counter {
-        std::atomic<int> next{0};
-    };
+struct Step : Work {
     explicit Step(const Model& model);
     void prepare(const Plan& plan, float* logits);
-    void pass(int thread);
+    int open() override;
+    void unit(int index, int thread) override { program[size_t(at)].unit(index, scratch[size_t(thread)]); }
     std::vector<Best> best() const;
 
     const Model& m;
@@ -113,7 +124,6 @@ struct Step {
     std::vector<size_t> angles_at;      // of each rotary, in cosines and sines
     std::vector<float*> logits_of;      // per row of `last`, null where only the best are wanted
     std::vector<size_t> top_of;         // per row of `last`, how many of them
-    std::vector<Counter> counters;
     std::vector<Scratch> scratch;
     double seconds[kPhases] = {}, steps = 0;
     std::chrono::steady_clock::time_point since;
@@ -127,17 +137,20 @@ struct Step {
     Pages pair_out;  // [pairs][embd]
 
   private:
-    template <class F>
-    void share(size_t counter, int units, F f) {
-        for (int u; (u = counters[counter].next.fetch_add(1, std::memory_order_relaxed)) < units;) f(u);
+    // A phase of the pass, left out while `batch` has no rows. `open` runs alone, when all before it is done, and gives the number of
+    // units.
+    struct Part {
+        Phase phase;
+        const Batch* batch;
+        std::function<int()> open;
+        std::function<void(int, Scratch&)> unit;
+    };
+    std::vector<Part> program;  // of every pass of this model
+    int at = 0;
+    void add(Phase phase, const Batch& batch, std::function<int()> open, std::function<void(int, Scratch&)> unit) {
+        program.push_back({phase, &batch, std::move(open), std::move(unit)});
     }
-    void meet(int thread, Phase phase) {
-        m.pool().barrier();
-        if (thread) return;
-        const auto now = std::chrono::steady_clock::now();
-        seconds[phase] += std::chrono::duration<double>(now - since).count();
-        since = now;
-    }
+    void add_layers();
     // Strips of one unit: a few rows wait for memory, which wants long reads; many want all threads busy to the end.
     int strips_of(int rows, int width) const {
         const int strips = width / kStrip;
@@ -159,22 +172,29 @@ struct Step {
     void take_last_rows();
     void embed(int row);
     void normalise(const Norm& norm, const float* x, int n, float* out) const;
-    void settle(Batch& batch, size_t counter, const Pending& pending, const Norm& norm, Scratch& s,
-                const Layer* mixture = nullptr);
+    void settle(Phase phase, Batch& batch, Pending pending, Norm norm, const Layer* mixture = nullptr);
+    void settle_tile(Batch& batch, const Tile& tile, const Pending& pending, const Norm& norm, Scratch& s,
+                     const Layer* mixture);
     void add_pending(Batch& batch, int row, const Pending& pending, Scratch& s);
     void add_experts(const Layer& l, Batch& batch, int row, Scratch& s);
     void quantise_own(const Layer& l, Batch& batch, int row, const float* x, Scratch& s);
     bool norms_inputs(const Layer& l) const {
         return l.router_norm.weight || l.experts_norm.weight || l.shared_norm.weight;
     }
-    void make_inputs(int thread, size_t& counter, Scratch& s);
-    void take_input(const Layer& l, size_t layer, Batch& b, int thread, size_t& counter, Scratch& s);
-    void project(Batch& batch, const Acts& acts, const Matrix& w, size_t counter, float* out, int ld, bool accumulate);
+    void make_inputs();
+    void take_input(const Layer& l, size_t layer, Batch& b);
+    // out: to, called when a unit runs, for buffers grow
+    void project(Phase phase, Batch& batch, const Acts& acts, const Matrix& w, std::function<float*()> out, int ld,
+                 bool accumulate);
+    void project_to_stream(Phase phase, Batch& batch, const Acts& acts, const Matrix& w, bool at_once) {
+        project(phase, batch, acts, w, [&batch, at_once] { return at_once ? batch.x : batch.delta; }, c.embd, at_once);
+    }
     void take_best(const float* x, int n, int first, size_t count, Best& best) const;
     void vocabulary(int unit, Scratch& s);
 
     // attend.cpp
-    void mix_attention(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
+    void mix_attention(const Layer& l, Batch& b);
+    void norm_over_heads(const Layer& l, int row);
     void project_head(const Layer& l, int unit, int part, int parts, Scratch& s);
     void finish_query(const Layer& l, int head, int row, float* x);
     void finish_key(const Layer& l, int head, int row, float* x);
@@ -182,7 +202,21 @@ struct Step {
     void write_q(const Layer& l, const float* x, float scale, uint8_t* out) const;
     void write_kv(const Layer& l, int head, int row, const float* x, bool value);
     void attend(const Layer& l, Batch& batch, int unit, Scratch& s);
-    void walk(const Layer& l, const Batch& batch, int head, int from, int to, int span, int base, Scratch& s);
+    void walk(const Layer& l, const Batch& batch, int head, int from, int to, int span, int end, int base, Scratch& s);
+    void cut_attention(Batch& batch);
+    void begin_rows(const Layer& l, const Batch& batch, const Span& span, int head, float* states, Scratch& s);
+    void walk_section(const Layer& l, const Batch& batch, const Span& span, int head, int section, Scratch& s);
+    void attend_section(const Layer& l, Batch& batch, int unit, Scratch& s);
+    void finish_attention(const Layer& l, Batch& batch, int row, int head, const float* state, Scratch& s);
+    const float* sinks_of(const Layer& l, int head) const {
+        return l.sinks ? l.sinks + head * (l.heads / l.kv_heads) : nullptr;
+    }
+    static Heads heads_of(const Layer& l) { return {l.heads / l.kv_heads, l.dim, l.v_dim, l.cap * 1.44269504f}; }
+    // Of a row, its first section. It is the row's last one too: nothing is added up.
+    int first_section(const Layer& l, int position) const { return begin_of(l, position) / kSection; }
+    bool in_one_section(const Layer& l, int position) const {
+        return first_section(l, position) == position / kSection;
+    }
     int begin_of(const Layer& l, int position) const {
         return l.window && position >= l.window ? position - l.window + 1 : 0;
     }
@@ -191,15 +225,24 @@ struct Step {
     }
 
     // recur.cpp
-    void mix_recurrent(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
+    void mix_recurrent(const Layer& l, Batch& b);
+    static int input_strips(const Layer& l) {
+        int strips = 0;
+        for (const Input& input : l.inputs) strips += input.w.strips;
+        return strips;
+    }
+    void mix_columns(const Layer& l, int unit);
+    void convolve_part(const Layer& l, const Fed& f, int from);
     void recur_head(const Layer& l, const Fed& fed, int head, Scratch& s);
     void finish_recurrent(const Layer& l, Batch& b, int row, Scratch& s);
 
     // feed.cpp
-    void feed_forward(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
+    void feed_forward(const Layer& l, Batch& b);
     void gate_up(const FeedForward& f, const Acts& in, const Acts& out, int from, int to, int expert, int unit,
                  int most, Scratch& s);
-    void mixture(const Layer& l, Batch& b, int thread, size_t& counter, Scratch& s);
+    void mixture(const Layer& l, Batch& b);
+    struct Shares;
+    Shares shares_of(int strips, int shared_strips, int shared_most) const;
     void choose(const Layer& l, int row);
     void group_pairs(const Layer& l, Batch& b, const Acts& in);
     void gather(const Acts& in, int unit);

@@ -22,6 +22,9 @@ struct alignas(64) TileShapes {
     uint16_t bytes[16] = {};
     uint8_t rows[16] = {};
 };
+// The compiler does not know that a load of a matrix register reads memory: stores that it needs come before this.
+inline void settle_stores() { asm volatile("" ::: "memory"); }
+
 // C in 0, 1; A in 2, 3; B in 4, 5, each of `inputs` inputs.
 inline void shape_tiles(int rows, int inputs) {
     TileShapes t;
@@ -29,6 +32,7 @@ inline void shape_tiles(int rows, int inputs) {
         t.bytes[i] = uint16_t(i / 2 == 1 ? inputs : 64);
         t.rows[i] = uint8_t(i / 2 == 2 ? inputs / 4 : rows);
     }
+    settle_stores();
     _tile_loadconfig(&t);
 }
 
@@ -162,6 +166,7 @@ void tile_strip(const Matrix& w, const uint8_t* data, const Tile& x, float* out,
     for (int g = 0; g < groups; g += kChunk) {
         const int count = groups - g < kChunk ? groups - g : kChunk;
         unpack<kCodes>(w, data, g, count, u);
+        settle_stores();
         for (int sub = 0; sub < subs; sub++) {
             const int r0 = sub ? x.rows - each_rows : 0, step = x.rows * kGroup;
             take_scales<kScales>(x, r0, each_rows, g, count, rows);
