@@ -56,7 +56,7 @@ class SustainedLoad:
             "wall_s": self._wall_s,
             "tokens_per_s": self._tokens / self._wall_s,
             "requests": float(len(self._ends)),
-            "requests_unthrottled": float(sum(at <= until for at in self._ends)),
+            "requests_unthrottled": float(len([at for at in self._ends if at <= until])),
         }
         if slow is not None:
             found["throttled_after_s"] = float(slow)
