@@ -30,6 +30,8 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
 ELEMENTS = (
     "0", "0.0", "-1", "1e9", "null", "true", '""', '"a"', "[]", "{}", "[0]", '{"a":0}', '{"role":"user"}', '"\\u00e9"',
     '{"role":"user","content":"x"}', '{"type":"function"}', '{"type":"text","text":"x"}', "9" * 400, '"\\ud800"',
+    "1e999", "NaN", '{"type":"function","name":"f","parameters":{"a":1e999}}',
+    '{"name":"f","input_schema":{"a":-1e999}}',
 )  # fmt: skip
 FIELDS = (
     "messages", "prompt", "input", "tools", "stop", "logit_bias", "metadata", "stop_token_ids", "n", "user", "model",

@@ -286,9 +286,10 @@ def test_unknown_models_routes_and_methods(live: Live) -> None:
     assert error_of(live.http.get("/v1/models/gpt-9"))["code"] == "model_not_found"
     assert error_of(live.http.get("/nowhere"))["code"] == "not_found"
     assert live.http.get("/v1/chat/completions").status_code == 405
-    embeddings = live.post("/v1/embeddings", {"input": "x"})
-    assert embeddings.status_code == 404
-    assert "embeddings" in error_of(embeddings)["message"]
+    for path, word in (("/v1/embeddings", "embeddings"), ("/v1/responses/compact", "compacts")):
+        missing = live.post(path, {"input": "x"})
+        assert missing.status_code == 404
+        assert word in error_of(missing)["message"]
 
 
 BAD_STRUCTURE: list[dict[str, Any]] = [

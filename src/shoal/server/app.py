@@ -124,7 +124,7 @@ def create_app(
     add_stored_routes(app, api)
     hub.opening.append(lambda: take_up(api, partial(follow, api)))
     hub.keeping.append(partial(save_running, api))
-    hub.closing.append(api.kept.close)
+    hub.closing += [api.kept.close, api.turns.close]
     _model_routes(app, api)
     _watch_routes(app, api)
     for mount in mounts:
@@ -163,6 +163,10 @@ def _generation_routes(app: FastAPI, api: Api) -> None:
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
         raise ApiError(404, "this server generates text; it has no embeddings", code="not_supported")
+
+    @app.post("/v1/responses/compact")
+    async def compact() -> Response:
+        raise ApiError(404, "this server compacts no conversations", code="not_supported")
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
