@@ -60,7 +60,7 @@ class SustainedLoad:
         }
         if slow is not None:
             found["throttled_after_s"] = float(slow)
-        if len(rates) >= 2 * _LOOK_S and sum(rates[:_LOOK_S]):
+        if len(rates) >= 2 * _LOOK_S and any(rates[:_LOOK_S]):
             found["kept_rate"] = statistics.fmean(rates[-len(rates) // 4 :]) / statistics.fmean(rates[:_LOOK_S])
         if self._counted and self._ends:
             found |= {"joules": self._joules, "joules_per_answer": self._joules / len(self._ends)}

@@ -66,7 +66,7 @@ class _Framework(AnyServer):
         from langchain_openai import ChatOpenAI
 
         make: Any = ChatOpenAI  # whose types want a secret where a server here has none
-        same = {"base_url": self._url, "api_key": "none", "model": self._model, "temperature": 0}
+        same: dict[str, Any] = {"base_url": self._url, "api_key": "none", "model": self._model, "temperature": 0}
         same |= {"max_retries": 0, "timeout": 600, "extra_body": {"ignore_eos": True}}
 
         def model(tokens: int) -> Any:

@@ -120,6 +120,7 @@ class Common(Strict):
 
     _unchecked: list[str] = PrivateAttr(default_factory=list)
     _caller: str = PrivateAttr("")
+    _chat: Any = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _whose(self) -> Self:
@@ -140,6 +141,16 @@ class Common(Strict):
             return None
         shown = ", ".join(ascii(form)[:40] for form in self._unchecked[:8])
         return f"format not checked: {shown}"
+
+    @property
+    def chat_shown(self) -> Any:
+        """The conversation as the template got it; None where there is none."""
+        return self._chat
+
+    def show_chat(self, chat: T) -> T:
+        """Remember the conversation as the template gets it."""
+        self._chat = chat
+        return chat
 
     def priority_class(self) -> Priority:
         """`priority` where given, else what `service_tier` means."""
