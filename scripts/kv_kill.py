@@ -136,7 +136,9 @@ def main() -> int:
         blocks, tokens, wrong = check(root, expected)
         found, restored, failures = found + blocks, restored + tokens, failures + len(wrong)
         for what in wrong:
-            print(f"after kill {time_no}: {what}")
+            print(f"after kill {time_no}: {what}", flush=True)
+        if (time_no + 1) % 25 == 0:
+            print(f"{time_no + 1} kills, {failures} wrong", flush=True)
     shutil.rmtree(root)
     print(f"{arguments.times} kills: {found} plain blocks and {restored} prompt tokens found again, {failures} wrong")
     return 1 if failures or not found or not restored else 0

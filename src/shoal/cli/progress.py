@@ -29,15 +29,19 @@ def progress_bar(name: str) -> Iterator[Progress]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Bar(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
+    bar = Bar(*columns, console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(f"{what} {name}", total=None)
-            bar.update(tasks[what], completed=done, total=total)
+    def show(what: str, done: int, total: int) -> None:
+        bar.start()
+        if what not in tasks:
+            tasks[what] = bar.add_task(f"{what} {name}", total=None)
+        bar.update(tasks[what], completed=done, total=total)
 
+    try:
         yield show
+    finally:
+        bar.stop()
 
 
 def _lines(name: str) -> Progress:

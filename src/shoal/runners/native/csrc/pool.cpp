@@ -8,6 +8,7 @@
 #include <set>
 
 #if defined(__linux__)
+#include <pthread.h>
 #include <sched.h>
 #endif
 
@@ -36,16 +37,17 @@ std::vector<int> allowed_cpus() {
     return out;
 }
 
-void stay_on(int place) {
+// By who starts the thread, so that it is there before anything runs.
+void keep_on(std::thread& thread, int place) {
 #if defined(__linux__)
     const std::vector<int> cpus = allowed_cpus();
     if (cpus.empty()) return;
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(size_t(cpus[size_t(place) % cpus.size()]), &one);
-    sched_setaffinity(0, sizeof one, &one);
+    pthread_setaffinity_np(thread.native_handle(), sizeof one, &one);
 #else
-    (void)place;
+    (void)thread, (void)place;
 #endif
 }
 
@@ -124,7 +126,10 @@ void Company::note(double seconds, double lost) {
 
 Pool::Pool(int threads, bool pin) : workers_(size_t(threads)), company_(threads) {
     try {
-        for (int i = 1; i < threads; i++) workers_[size_t(i)].thread = std::thread([this, i, pin] { work(i, pin); });
+        for (int i = 1; i < threads; i++) {
+            workers_[size_t(i)].thread = std::thread([this, i] { work(i); });
+            if (pin) keep_on(workers_[size_t(i)].thread, i);
+        }
     } catch (...) {  // the system gives no more threads: end those that started, then say so
         end();
         throw;
@@ -209,8 +214,7 @@ void Pool::take_part(int id) {
     }
 }
 
-void Pool::work(int id, bool pin) {
-    if (pin) stay_on(id);
+void Pool::work(int id) {
     std::atomic<uint32_t>& job = workers_[size_t(id)].job;
     for (uint32_t seen = 0;;) {
         for (int spin = 0; spin < kSpins && job.load(std::memory_order_acquire) == seen; spin++) relax();

@@ -58,7 +58,7 @@ class Pool {
         std::thread thread;
     };
     void end();
-    void work(int id, bool pin);
+    void work(int id);
     void take_part(int id);
     bool do_unit(int id);
     void look(Worker& worker, double began, double ended);
