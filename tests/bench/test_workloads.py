@@ -24,7 +24,7 @@ def test_jobs_are_what_the_workload_says(workload: Workload) -> None:
     lengths = [len(job.prompt) - workload.trunk for job in streams]
     assert (min(lengths), max(lengths)) == workload.prompt
     assert all(len(job.prompt) + job.max_tokens <= workload.length for job in jobs)
-    assert len(jobs) <= workload.batch or workload.scenario == "staggered"
+    assert len(jobs) <= workload.batch or workload.scenario in ("staggered", "agents")
     arrivals = [job.arrival_s for job in jobs]
     assert arrivals == sorted(arrivals)
     assert (arrivals[-1] > 0) == bool(workload.rate or workload.joining)

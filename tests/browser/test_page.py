@@ -265,3 +265,23 @@ def test_settings_reach_the_engine_and_the_store_is_shown(bench: Bench, live: Li
     expect(page.locator("#tile-prefix-note")).to_have_text("sharing is off")
     expect(page.locator("#run-facts")).to_contain_text("at most 6 tokens each")
     expect(bench.card(1).locator(".card-facts")).to_have_text(re.compile(r"· 0\scached"))
+
+
+def test_two_models_answer_side_by_side(bench: Bench) -> None:
+    """The loaded model and a second one, one after another: the toy of two names has the same weights, and answers."""
+    page = bench.page
+    page.click("#settings-open")
+    other = TWIN if page.locator("#model").input_value() == MODEL else MODEL
+    row = page.locator("#storage li", has=page.locator("b", has_text=re.compile(f"^{other}$")))
+    row.get_by_role("button", name="Compare").click()
+    expect(page.locator("#sides-state")).to_contain_text("8 of 8 answers are the same", timeout=120_000)
+    assert page.locator("#sides-body td").count() == 16
+    expect(page.locator("#sides-body th").nth(1)).to_contain_text("tok/s")
+    page.locator("#sides .close").click()
+
+
+def test_a_precision_is_offered_where_it_can_be_made(bench: Bench) -> None:
+    bench.page.click("#settings-open")
+    choice = bench.page.get_by_label(f"Make {MODEL} at another precision")
+    expect(choice).to_be_visible()
+    assert choice.locator("option").all_inner_texts() == ["Make…", "q8_0", "q4_1", "q4_0"]

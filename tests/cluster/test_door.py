@@ -16,15 +16,19 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
+from fastapi.testclient import TestClient
+
 import shoal.engine.engine
 from shoal.cluster.config import ClusterConfig
-from shoal.cluster.door import load_replica, open_door
+from shoal.cluster.door import door_mounts, hub_of, load_replica, open_door
 from shoal.cluster.engine import ClusterEngine
 from shoal.cluster.faults import run_fault
 from shoal.cluster.links import ReplicaLink
 from shoal.cluster.processes import ReplicaProcess
 from shoal.engine.aio import AsyncEngine
 from shoal.errors import ReplicaLostError
+from shoal.server.app import create_app
+from shoal.server.config import ServerConfig
 from shoal.types import FinishReason, Request, Result, SamplingParams
 
 SETTINGS = {"max_batch": 4, "step_s": 0.01}
@@ -183,6 +187,26 @@ def test_a_graphs_engine_may_be_a_cluster(cluster: Cluster) -> None:
     results = asyncio.run(run())
     assert min(r.cached_tokens for r in results) > 400
     assert {r.error for r in results} == {None}
+
+
+def test_the_page_says_which_replica_an_agent_ran_on(cluster: Cluster, tmp_path: Path) -> None:
+    config = ServerConfig(history=tmp_path / "history.db", allowed_hosts=("testserver",))
+    hub = hub_of(cluster.door, "toy")
+    with TestClient(create_app(hub, config, mounts=door_mounts(cluster.door))) as http:
+        order = {
+            "question": "Which one?",
+            "max_tokens": 4,
+            "synthesis": False,
+            "agents": [{"name": "a", "task": "Say."}],
+        }
+        run = http.post("/swarmbench/runs", json=order)
+        assert run.status_code == 200, run.text
+        until(lambda: http.get(f"/swarmbench/runs/{run.json()['id']}").json()["together"]["cards"][0]["finish_reason"])
+        (card,) = http.get(f"/swarmbench/runs/{run.json()['id']}").json()["together"]["cards"]
+        assert card["error"] is None
+        assert card["replica"] in cluster.processes
+        assert {row["name"] for row in http.get("/cluster").json()["replicas"]} == set(cluster.processes)
+        hub.served = None  # the door outlives this application
 
 
 @pytest.mark.parametrize("fault", ["slow", "out of memory", "router restarted", "events lost and late"])

@@ -33,8 +33,10 @@ def test_random_schedules_with_recurrent_state_and_steps_that_cost_anything(monk
     """Budgets jump with what steps cost, so that a follower may come when its leader's chunk is planned already."""
     rng, observe = random.Random(0), Pacer.observe
 
-    def any_cost(self: Pacer, decodes: int, prompt_tokens: int, _: float, drafted: int = 0) -> None:
-        observe(self, decodes, prompt_tokens, rng.choice([0.5, 5.0, 40.0, 300.0]), drafted)
+    def any_cost(
+        self: Pacer, decodes: int, prompt_tokens: int, _: float, drafted: int = 0, *, greedy: bool = True
+    ) -> None:
+        observe(self, decodes, prompt_tokens, rng.choice([0.5, 5.0, 40.0, 300.0]), drafted, greedy=greedy)
 
     monkeypatch.setattr(Pacer, "observe", any_cost)
     runner = FakeRunner(num_blocks=160, vocab_size=288, checkpoints=16, context_length=512, max_chain=16)

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.engine.engine import Engine
 from shoal.models import Store
 from tests.support.live import Live, error_of, toy
+from tests.support.tiny_gguf import write_tiny
 
 
 @pytest.fixture
@@ -95,3 +97,50 @@ def test_another_spelling_of_the_loaded_model_does_not_delete_it(home: Path) -> 
             assert answer.status_code in (404, 409), name
             assert (home / "models" / "org--two" / "model.gguf").exists(), name
         assert error_of(live.http.delete("/swarmbench/storage/org--two"))["code"] == "model_in_use"
+
+
+def _until(live: Live, name: str, stages: tuple[str, ...]) -> dict[str, Any]:
+    end = time.monotonic() + 30
+    while True:
+        pulls = {pull["name"]: pull for pull in live.http.get("/swarmbench/storage").json()["pulls"]}
+        if name in pulls and pulls[name]["stage"] in stages:
+            found: dict[str, Any] = pulls[name]
+            return found
+        assert time.monotonic() < end, pulls
+        time.sleep(0.01)
+
+
+def test_another_precision_is_made_and_told_of(live: Live, home: Path) -> None:
+    file = write_tiny(home / "models" / "one" / "model.gguf", "llama")
+    marker = {"name": "one", "kind": "gguf", "files": {"model.gguf": file.stat().st_size}}
+    (file.parent / "shoal-model.json").write_text(json.dumps(marker))
+    answer = live.post("/swarmbench/storage", {"name": "one", "precision": "q8_0"})
+    assert answer.json().get("name") == "one-q8_0", answer.text
+    told = _until(live, "one-q8_0", ("done",))
+    assert told["made"]
+    assert told["done"] == told["total"] > 0
+    models = {model["name"]: model for model in live.http.get("/swarmbench/storage").json()["models"]}
+    assert models["one-q8_0"]["weights"] == "Q8_0"
+    again = live.post("/swarmbench/storage", {"name": "one", "precision": "q8_0"})
+    assert again.status_code in (200, 400)
+    assert live.post("/swarmbench/storage", {"name": "none", "precision": "q8_0"}).status_code == 404
+
+
+def test_making_one_is_cancelled_and_leaves_nothing(live: Live, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(source: Path, target: Path, kind: str, progress: Any) -> None:
+        target.write_bytes(b"half")
+        progress(1, 2)
+        begun.set()
+        assert go_on.wait(10)
+        progress(2, 2)
+
+    monkeypatch.setattr("shoal.server.swarmbench.storage.quantize_gguf", slow)
+    live.post("/swarmbench/storage", {"name": "one", "precision": "q4_0"})
+    assert begun.wait(10)
+    assert live.http.delete("/swarmbench/storage/one-q4_0").json() == {"name": "one-q4_0", "freed_bytes": 0}
+    go_on.set()
+    assert _until(live, "one-q4_0", ("cancelled",))["error"] is None
+    assert "one-q4_0" not in {model["name"] for model in live.http.get("/swarmbench/storage").json()["models"]}
+    assert not list((home / "models").glob("*q4_0*"))

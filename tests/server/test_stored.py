@@ -54,7 +54,7 @@ def test_a_response_goes_on_from_the_one_before(live: Live) -> None:
 def test_a_streamed_response_is_there_when_its_last_event_is(live: Live) -> None:
     client = client_of(live)
     events = list(client.responses.create(**FIELDS, input="Stream", stream=True))
-    name = events[-1].to_dict()["response"]["id"]  # type: ignore[index]
+    name = events[-1].to_dict()["response"]["id"]
     assert client.responses.create(**FIELDS, input="On", previous_response_id=name).previous_response_id == name
 
 

@@ -651,3 +651,31 @@ def test_the_smallest_batch_that_is_worth_it() -> None:
     assert smallest_batch({1: 103.0, 2: 168.0, 8: 199.0}) == 2, "84 % of the most"
     assert smallest_batch({1: 103.0, 2: 160.0, 8: 199.0}) == 8
     assert smallest_batch({1: 5.0}) == 1
+
+
+def test_an_engine_whose_load_is_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that loads goes on; what it has made by then is closed."""
+    loading, go_on, made = threading.Event(), threading.Event(), []
+
+    def load(*_: Any, **__: Any) -> Engine:
+        loading.set()
+        assert go_on.wait(10)
+        made.append(toy_engine())
+        return made[0]
+
+    monkeypatch.setattr("shoal.engine.aio.Engine.load", load)
+
+    async def enter() -> None:
+        async with AsyncEngine.load("toy"):
+            raise AssertionError("it was cancelled before")
+
+    async def main() -> None:
+        entering = asyncio.create_task(enter())
+        await asyncio.to_thread(loading.wait, 10)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        go_on.set()
+
+    asyncio.run(main())  # ends its threads before it returns
+    assert made[0].closed

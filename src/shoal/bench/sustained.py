@@ -56,11 +56,11 @@ class SustainedLoad:
             "wall_s": self._wall_s,
             "tokens_per_s": self._tokens / self._wall_s,
             "requests": float(len(self._ends)),
-            "requests_unthrottled": float(sum(at <= until for at in self._ends)),
+            "requests_unthrottled": float(len([at for at in self._ends if at <= until])),
         }
         if slow is not None:
             found["throttled_after_s"] = float(slow)
-        if len(rates) >= 2 * _LOOK_S and sum(rates[:_LOOK_S]):
+        if len(rates) >= 2 * _LOOK_S and any(rates[:_LOOK_S]):
             found["kept_rate"] = statistics.fmean(rates[-len(rates) // 4 :]) / statistics.fmean(rates[:_LOOK_S])
         if self._counted and self._ends:
             found |= {"joules": self._joules, "joules_per_answer": self._joules / len(self._ends)}

@@ -256,18 +256,20 @@ def fanout(results: Results) -> str:
 
 def agents(results: Results) -> str:
     """The graph against the same calls without it."""
-    level = next(iter(results.levels("agents")), None)
-    if level is None:
-        return ""
-    rows = [
-        [
-            results.label(key),
-            quoted(figure(level, key, "wall_s")),
-            times(ratio(level, "wall_s", "shoal-agents:graph", key)),
+    parts = []
+    for level in results.levels("agents"):
+        rows = [
+            [
+                marked(results, key, [level]),
+                quoted(figure(level, key, "wall_s")),
+                times(ratio(level, "wall_s", "shoal-agents:graph", key)),
+                short(figure(level, key, "graphs_per_minute")),
+                short(figure(level, key, "calls_per_minute")),
+            ]
+            for key in level["results"]
         ]
-        for key in level["results"]
-    ]
-    return table(["", "wall, s", "the graph takes"], rows)
+        parts.append(table([level["level"], "wall, s", "the graph takes", "graphs a minute", "calls a minute"], rows))
+    return "\n\n".join(parts)
 
 
 def overhead(results: Results) -> str:

@@ -114,8 +114,9 @@ SCENARIOS: dict[str, list[Workload]] = {
     "fanout": _fanout(),
     "mixed": [Workload("mixed", "8+1", 8, (40, 40), 200, 9, joining=4000, budget_s=10.0)],
     "agents": [
-        Workload("agents", "report", 6, (60, 60), 48, 8, trunk=600, peers=False, dependent=True,
-                 variants=("graph", "independent", "serial"), budget_s=20.0)
+        Workload("agents", name, requests, (60, 60), 48, 8, trunk=600, dependent=True,
+                 variants=("graph", "independent", "serial", "framework"), budget_s=20.0)
+        for name, requests in (("report", 6), ("4 reports", 24))
     ],
     "overhead": [
         Workload("overhead", "8", 8, (40, 40), 256, 8, peers=False, variants=("", "static"), budget_s=60.0)

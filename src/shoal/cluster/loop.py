@@ -250,6 +250,7 @@ class ClusterLoop:
     def _finish(self, state: RemoteState, result: Result, event: Event | None = None) -> None:
         now = self.clock()
         state.seq.status = Status.FINISHED
+        state.seq.cached_tokens = result.receipt.cached_tokens
         del self._states[state.seq.seq_id]
         self._finished += 1
         self._ends.append(now)

@@ -227,12 +227,15 @@ class Drafter:
         `planned` has an entry for each sequence, which may be replaced. At most `most` tokens are drafted, and into no
         more than `spare` new blocks: nothing is preempted for a draft.
         """
+        times = pacer.times(greedy=all(item.want is Want.ARGMAX for item in planned))
+        if not times.known:
+            return False
         rows = []
         for seq in decoding:
             room = (len(seq.blocks) + spare) * kv.block_size - len(seq.tokens)
             rows.append((seq, min(self._max_rows - 1, seq.remaining - 1, room)))
         found = False
-        for place, count in enumerate(self.choose(rows, most, pacer.most_ms, pacer.times)):
+        for place, count in enumerate(self.choose(rows, most, pacer.most_ms, times)):
             seq, draft = decoding[place], decoding[place].draft
             if count == 0 or draft is None:
                 continue

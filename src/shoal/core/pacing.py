@@ -96,15 +96,18 @@ class Pacer:
     """Predicts the time of a mixed step as the time of its decodes plus a price per prompt token.
 
     Both are running means of measured steps; the price follows rises at once and falls slowly, since a step that
-    comes out too long breaks a promise and one that is too short only costs a little throughput. `times` is what
-    steps without prompts take.
+    comes out too long breaks a promise and one that is too short only costs a little throughput.
     """
 
     def __init__(self, max_stall_ms: float) -> None:
         self.max_stall_ms = max_stall_ms
         self.decode_ms: float | None = None
         self.token_ms: float | None = None
-        self.times = StepTimes()
+        self._times = StepTimes(), StepTimes()
+
+    def times(self, *, greedy: bool) -> StepTimes:
+        """What steps without prompts take: where all rows give their arg-max, or where some are sampled from."""
+        return self._times[greedy]
 
     @property
     def most_ms(self) -> float:
@@ -118,12 +121,13 @@ class Pacer:
         room = self.most_ms - (self.decode_ms or 0.0)
         return max(min(limit, _LEAST), min(limit, int(room / self.token_ms)))
 
-    def observe(self, decodes: int, prompt_tokens: int, ms: float, drafted: int = 0) -> None:
+    def observe(self, decodes: int, prompt_tokens: int, ms: float, drafted: int = 0, *, greedy: bool = True) -> None:
         """Learn from one step that fed the last token of `decodes` sequences, and `drafted` tokens behind those."""
         if prompt_tokens == 0:
             if decodes:
-                self.times.observe(decodes + drafted, ms)
-                plain = ms * self.times(decodes) / self.times(decodes + drafted)
+                times = self.times(greedy=greedy)
+                times.observe(decodes + drafted, ms)
+                plain = ms * times(decodes) / times(decodes + drafted)
                 self.decode_ms = plain if self.decode_ms is None else 0.8 * self.decode_ms + 0.2 * plain
             return
         if prompt_tokens < _LEAST:

@@ -286,7 +286,7 @@ class Scheduler:
             return None
         if len(planned) > decodes:
             chain = 1
-        elif self._drafter is not None and self.pacer.times.known:
+        elif self._drafter is not None:
             most = min(self._rows, self.config.max_step_tokens) - decodes
             spare = max(self.kv.available - len(self.running), 0)  # blocks that nobody else may need soon
             if self._drafter.plan(decoding, planned, self.kv, self.pacer, most, spare):
@@ -499,7 +499,8 @@ class Scheduler:
                 elif decoding and seq.computed // self.kv.block_size > seq.indexed:
                     self.kv.index(seq, tail=False)
         self.drafted += drafted
-        self.pacer.observe(decodes, chunked, command.ms / chain, drafted)
+        greedy = all(item.want is Want.ARGMAX for item in plan.sequences)
+        self.pacer.observe(decodes, chunked, command.ms / chain, drafted, greedy=greedy)
         self._expire(command.now)
 
     def _filled(self, seq: Sequence) -> None:

@@ -27,7 +27,7 @@ class Progress:
 
     `state` is "queued", "prefill", "decoding" or "finished". `computed_tokens` have their KV computed now,
     `cached_tokens` came from the prefix tree when the request joined. `blocks` are the ids of the KV blocks it holds:
-    requests that share a prefix hold the same ones.
+    requests that share a prefix hold the same ones. `replica` is where it runs, of a cluster.
     """
 
     state: str
@@ -36,6 +36,7 @@ class Progress:
     computed_tokens: int = 0
     cached_tokens: int = 0
     blocks: tuple[int, ...] = ()
+    replica: str = ""
 
     @property
     def running(self) -> bool:
@@ -110,8 +111,10 @@ class Handle:
         seq = self._state.seq if self._state is not None else None
         if seq is None:
             return Progress(state, prompt)
+        assert self._state is not None
         written = len(seq.tokens) - seq.prompt_len
-        return Progress(state, prompt, written, seq.computed, seq.cached_tokens, tuple(seq.blocks))
+        blocks, replica = tuple(seq.blocks), self._state.replica
+        return Progress(state, prompt, written, seq.computed, seq.cached_tokens, blocks, replica)
 
     def __repr__(self) -> str:
         return f"<Handle {self.id!r}: {self.state}, {len(self._prepared.spec.prompt)} prompt tokens>"

@@ -92,6 +92,7 @@ class RequestState:
     new_text: str = ""
     new_logprobs: list[TokenLogprob] = field(default_factory=list)
     told: bool = False  # an event went out
+    replica: str = ""  # none: it runs here
 
     def output(self) -> Output:
         """What it has written so far."""

@@ -124,7 +124,7 @@ def create_app(
     add_stored_routes(app, api)
     hub.opening.append(lambda: take_up(api, partial(follow, api)))
     hub.keeping.append(partial(save_running, api))
-    hub.closing.append(api.kept.close)
+    hub.closing += [api.kept.close, api.turns.close]
     _model_routes(app, api)
     _watch_routes(app, api)
     for mount in mounts:

@@ -19,9 +19,12 @@ from shoal.server.config import ServerConfig
 from shoal.server.errors import ApiError, bad_request, from_result, from_shoal
 from shoal.server.hub import ModelHub, Served
 from shoal.server.metrics import Metrics
+from shoal.server.nextturn import NextTurns
 from shoal.server.openai.fields import Common
+from shoal.server.openai.prompts import Chat
+from shoal.server.openai.schemas import ChatMessage
 from shoal.server.openai.stored import KeptAccess
-from shoal.types import Event, FinishReason, Request, Result, SamplingParams
+from shoal.types import Event, FinishReason, Namespace, Request, Result, SamplingParams
 
 T = TypeVar("T")
 Prepare = Callable[[Served], Sequence[Request]]
@@ -39,6 +42,9 @@ class Call:
         self.served = served
         self.results: dict[int, Result] = {}
         self.record = record
+        self.chat: Chat | None = None  # what was asked, where that was a chat
+        self.answer: ChatMessage | None = None  # the whole answer, as it may come back
+        self.namespace = Namespace()
         self.at_close: Callable[[], None] = lambda: None
         self._api = api
         self._handles: list[Handle] = []
@@ -152,6 +158,8 @@ class Call:
             self._note_record(left)
             self.at_close()
             self._api.hub.release(self.served)
+            if self.chat is not None and self.answer is not None and len(self._handles) == 1 and not left:
+                self._api.turns.answered(self.served, self.namespace, self.chat, self.answer)
 
     def _note_record(self, left: int) -> None:
         results = self.results.values()
@@ -220,6 +228,7 @@ class Api:
         self.config = config
         self.metrics = metrics
         self.kept = KeptAccess(config)
+        self.turns = NextTurns(self)
         self._outbox: Outbox | None = None
 
     @property
@@ -237,12 +246,15 @@ class Api:
         task, agent = body.agent()
         record = http.scope["state"]["record"]
         call = Call(self, self.hub.acquire(body.model, task or record["request_id"]), record)
+        self.turns.make_way()
         call.record.update(task_id=task, agent_id=agent)
         body.of_caller(self.caller(http))
+        call.namespace = body.namespace()
         if self.config.log_prompts:
             call.record["body"] = body.model_dump(exclude_none=True)
         try:
             await asyncio.to_thread(call.submit, prepare, names)
+            call.chat = body.chat_shown if body.hints.speculative_prefill is not False else None
             if body.note is not None:
                 call.record["note"] = body.note
         except BaseException as error:
@@ -261,6 +273,8 @@ class Api:
             deadline_s=body.timeout if body.timeout is not None else self.config.request_timeout_s,
             namespace=body.namespace(),
             group=body.task_id or "",
+            critical_path=body.hints.osl or 0,
+            keep_s=body.keep_s,
         )
 
     def check_count(self, count: int, param: str) -> None:

@@ -39,6 +39,8 @@ KINDS = {
     "shoal": Kind("ours", "Shoal", "shoal", (*RUNNERS, *FILES)),
     "shoal-http": Kind("http", "ShoalServer", "shoal, over HTTP", tells_logits=False),
     "shoal-agents": Kind("agents", "Agents", "shoal", tells_logits=False),
+    "langgraph": Kind("framework", "FrameworkOnShoal", "shoal", tells_logits=False),
+    "langgraph-llama": Kind("framework", "FrameworkOnLlama", "llama-server", tells_logits=False),
     "llama": Kind("llama", "LlamaCpp", "llama.cpp", tuple(FILES), peer=True),
     "ik": Kind("ik", "IkLlamaCpp", "ik_llama.cpp", peer=True),
     "llama-server": Kind("http", "LlamaServer", "llama-server", ("q8",), peer=True, tells_logits=False),
@@ -85,7 +87,7 @@ class Named:
             return f"{base} on {self.flavour}" if self.flavour else base
         if self.kind == "url":
             return f"{base} at {self.url}"
-        return f"{base}, {BITS[self.flavour]}" if not self.kind.startswith("shoal-") else base
+        return base if self.kind.startswith(("shoal-", "langgraph")) else f"{base}, {BITS[self.flavour]}"
 
 
 def named(text: str) -> Named:

@@ -19,9 +19,9 @@ from shoal.models import Store, load_tokenizer
 from shoal.runners.plan import ModelSpec
 from shoal.types import Event, Request, Result, SamplingParams
 
-_PAGES = 4  # a section is so many times as long as what the others write
-_SECTIONS = ("what is known", "what is disputed", "what follows")
-_CALLS = len(_SECTIONS) + 3
+PAGES = 4  # a section is so many times as long as what the others write
+SECTIONS = ("what is known", "what is disputed", "what follows")
+CALLS = len(SECTIONS) + 3
 
 
 class Agents(Shoal):
@@ -51,33 +51,46 @@ class Agents(Shoal):
         super().prepare(Setup(streams, setup.length, setup.trunk, setup.kv_bytes, shared))
 
     def run(self, jobs: Sequence[Job]) -> RunTimes:
-        """Run the graph once; a trace for each call, in the order of their names."""
+        """Run the level's graphs at once; a trace for each call, in the order of their names."""
         self.engine.suspend(drop_kv=True)
         self.engine.resume()
         rules = self._tokenizer.decode(jobs[0].prompt[: len(jobs[0].prompt) * 9 // 10])
         heard = (_Hinted if self._way == "graph" else _Heard)(AsyncEngine(self.engine))
         begin = time.perf_counter()
-        asyncio.run(_report(rules, jobs[0].max_tokens).run(heard, task_id="bench", question="the harbour"))
+        graphs = max(1, len(jobs) // CALLS)
+        asyncio.run(_all(rules, jobs[0].max_tokens, heard, graphs))
         wall_s = time.perf_counter() - begin
         calls = [heard.calls[name] for name in sorted(heard.calls)]
-        if len(calls) != _CALLS:
-            raise BenchmarkError("the graph made another number of calls", value=len(calls), limit=_CALLS)
+        if len(calls) != graphs * CALLS:
+            raise BenchmarkError("the graphs made another number of calls", value=len(calls), limit=graphs * CALLS)
         traces = [TokenTimes(t.arrival_s - begin, t.tokens, [at - begin for at in t.times]) for t, _ in calls]
         results = [result for _, result in calls]
         cached = sum(result.receipt.cached_tokens for result in results)
         computed = sum(result.receipt.computed_tokens for result in results)
         share = cached / max(sum(result.prompt_tokens for result in results), 1)
-        return RunTimes(traces, wall_s, {"hit_rate": share, "computed_tokens": computed})
+        facts = {"hit_rate": share, "computed_tokens": computed, **per_minute(graphs, wall_s)}
+        return RunTimes(traces, wall_s, facts)
+
+
+async def _all(rules: str, count: int, engine: _Heard, graphs: int) -> None:
+    """As many reports at once, each a run of its own."""
+    runs = (_report(rules, count).run(engine, task_id=f"bench-{i}", question="the harbour") for i in range(graphs))
+    await asyncio.gather(*runs)
+
+
+def per_minute(graphs: int, wall_s: float) -> dict[str, float]:
+    """Whole graphs and agents' calls a minute."""
+    return {"graphs_per_minute": 60 * graphs / wall_s, "calls_per_minute": 60 * graphs * CALLS / wall_s}
 
 
 def _report(rules: str, count: int) -> Graph:
     """The graph; lengths are fixed, so that all ways compute the same."""
     sampling = SamplingParams(max_tokens=count, ignore_eos=True)
-    long = SamplingParams(max_tokens=_PAGES * count, ignore_eos=True)
+    long = SamplingParams(max_tokens=PAGES * count, ignore_eos=True)
     graph = Graph(shared=rules, name="report")
     plan = graph.add(Agent("planner", task="Outline a short report about {question}.", sampling=sampling))
     writer = Agent("writer", role="You write plainly.", task="Write the section on {item}.", sampling=long)
-    parts = graph.map(writer, over=list(_SECTIONS), after=plan)
+    parts = graph.map(writer, over=list(SECTIONS), after=plan)
     review = graph.add(Agent("reviewer", task="Say what is inconsistent.", sampling=sampling), after=parts)
     graph.add(Agent("editor", task="Merge the sections.", sampling=sampling, priority="high"), after=[parts, review])
     return graph

@@ -70,7 +70,8 @@ def _prompt(served: Served, body: CountRequest, use: ToolUse) -> Sequence[int]:
     if served.engine.codec is None:
         raise bad_request("the served model has no tokenizer", "messages")
     turns, prefill = body.chat()
-    return prompt_tokens(served.engine, Chat(turns, use.shown, effort=body.effort().level, prefill=prefill))
+    chat = Chat(turns, use.shown, effort=body.effort().level, prefill=prefill)
+    return prompt_tokens(served.engine, chat if prefill else body.show_chat(chat))
 
 
 def _request(api: Api, served: Served, body: MessagesRequest, use: ToolUse) -> Request:

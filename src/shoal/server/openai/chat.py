@@ -48,7 +48,7 @@ async def chat_completions(api: Api, http: HttpRequest, body: ChatRequest) -> Re
     names = dict(NAMES)
     if body.structured_outputs is not None and not structured:
         names["json_schema"] = "structured_outputs"
-    if use.active or structured:
+    if use.shown or structured:
         names["grammar"] = "response_format" if structured else "tools"
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -70,12 +70,14 @@ def _requests(api: Api, served: Served, body: ChatRequest, use: ToolUse) -> Sequ
     arguments = body.sampling()
     schema = body.response_format.schema_of() if body.response_format is not None else None
     held = use.held(served.engine, tool_style(codec), schema, "tools.{}.function.parameters")
+    if use.barred and body.structured_outputs is not None:
+        held = {}  # what it must follow is said already
     if held and body.structured_outputs is not None:
         raise bad_request("structured_outputs contradicts response_format or tools", "structured_outputs")
     given = body.structured_outputs.json_ if body.structured_outputs is not None else None
     body.note_unchecked(use.unchecked(given if schema is None else schema))
     arguments.update(held)
-    chat = Chat(body.messages, use.shown, body.chat_template_kwargs, body.reasoning_effort)
+    chat = body.show_chat(Chat(body.messages, use.shown, body.chat_template_kwargs, body.reasoning_effort))
     tokens = prompt_tokens(served.engine, chat)
     arguments = Effort(body.reasoning_effort, body.thinking_budget).sampling(codec, tokens, arguments)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,16 +23,20 @@ _MAX_CALLS = 8  # of one constrained answer; a small model would go on for ever
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one call. `shown` are in the prompt, `forced` are those one of which must be called."""
+    """The tools of one call. `shown` are in the prompt, `forced` are those one of which must be called.
+
+    `barred`: none may be called. They are shown all the same, so that the prompt begins as on the other turns.
+    """
 
     shown: Sequence[Tool] = ()
     forced: Sequence[Tool] = ()
     parallel: bool = True
+    barred: bool = False
 
     @property
     def active(self) -> bool:
         """True when the answer may hold tool calls."""
-        return bool(self.shown)
+        return bool(self.shown) and not self.barred
 
     def parser(self) -> ToolCallParser:
         """What finds the calls in the answer."""
@@ -46,14 +51,16 @@ class ToolUse:
             if self.shown and arguments:
                 engine.check_grammar(SamplingParams(**arguments))
         except InvalidRequestError:
-            if self.shown:
+            if self.active:
                 self._blame(engine, place)
             raise
         return arguments
 
     def constrained(self, schema: Mapping[str, Any] | None) -> bool:
         """True when calls in the answer are held to the parameters of their tools."""
-        return bool(self.forced) or schema is not None or any(tool.function.strict for tool in self.shown)
+        return self.active and (
+            bool(self.forced) or schema is not None or any(tool.function.strict for tool in self.shown)
+        )
 
     def unchecked(self, schema: Mapping[str, Any] | None) -> list[str]:
         """Formats in the schemas that hold the answer to which it is not held."""
@@ -85,10 +92,12 @@ class ToolUse:
         most = _MAX_CALLS if self.parallel else 1
         if self.forced:
             return {"grammar": _called(self.forced, style, most)}
-        if schema is not None and self.shown:
+        if schema is not None and self.active:
             return {"grammar": _called(self.shown, style, most, closed(schema))}
         if schema is not None:
             return {"json_schema": closed(schema)}
+        if self.barred:
+            return {"grammar": _uncalled(self.shown)}
         if any(tool.function.strict for tool in self.shown):
             return {"grammar": _optional(self.shown, style)}
         return {}
@@ -121,7 +130,7 @@ def tool_use(tools: Sequence[Tool] | None, choice: str | NamedTool | None, paral
             raise bad_request("tool_choice asks for a tool and there are no tools", "tool_choice")
         return ToolUse()
     if choice == "none":
-        return ToolUse()
+        return ToolUse(tools, barred=True)
     several = parallel is not False
     if isinstance(choice, NamedTool):
         named = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -182,6 +191,13 @@ def _bare(tools: Sequence[Tool], style: ToolStyle, most: int) -> dict[str, Any]:
         return schema
     definitions = schema.pop("$defs")
     return {"type": "array", "items": schema, "minItems": 1, "maxItems": most, "$defs": definitions}
+
+
+def _uncalled(tools: Sequence[Tool]) -> str:
+    """Free text in which no call of these tools is, in any format that is taken for one."""
+    names = "|".join(re.escape(tool.function.name) for tool in tools)
+    bare = rf"(.|\n)*\{{\s*\"name\"\s*:\s*\"({names})\"(.|\n)*"
+    return f"start: TEXT\nTEXT: /(.|\\n)*/ & ~/((.|\\n)*<tool_call>(.|\\n)*)|({bare})/"
 
 
 def _optional(tools: Sequence[Tool], style: ToolStyle) -> str:

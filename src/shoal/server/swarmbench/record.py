@@ -25,7 +25,7 @@ def new_phase(team: Sequence[Specialist]) -> Document:
 
 def _new_card(member: Specialist) -> Document:
     numbers = {"tokens": 0, "tokens_per_s": 0.0, "ttft_ms": None, "prompt_tokens": 0, "cached_tokens": 0}
-    told = {"state": "queued", "finish_reason": None, "error": None}
+    told = {"state": "queued", "finish_reason": None, "error": None, "replica": None}
     return {"name": member.name, "task": member.task, "text": "", **numbers, **told}
 
 
@@ -73,6 +73,7 @@ def card_numbers(card: Card, now: float, began: float) -> Document:
         "ttft_ms": None if ttft is None else round(ttft * 1e3, 1),
         "prompt_tokens": 0 if progress is None else progress.prompt_tokens,
         "cached_tokens": 0 if progress is None else progress.cached_tokens,
+        "replica": None if progress is None else progress.replica or None,
         "finish_reason": None if result is None else str(result.finish_reason),
         "error": None if result is None else _why(result),
     }

@@ -164,7 +164,10 @@ def _storage_routes(app: FastAPI, storage: Storage, runs: SwarmRuns) -> None:
 
     @app.post("/swarmbench/storage")
     async def pull(body: PullRequest) -> dict[str, Any]:
-        pull = await asyncio.to_thread(storage.pull, body.name)
+        if body.precision is not None:
+            pull = await asyncio.to_thread(storage.make, body.name, body.precision)
+        else:
+            pull = await asyncio.to_thread(storage.pull, body.name)
         return {"name": pull.name, "stage": pull.stage}
 
     @app.delete("/swarmbench/storage/{name:path}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -56,6 +56,7 @@ class SettingsRequest(Strict):
 
 
 class PullRequest(Strict):
-    """`POST /swarmbench/storage`: fetch a model into the store."""
+    """`POST /swarmbench/storage`: fetch a model into the store, or make one that is there at another precision."""
 
     name: Annotated[str, Field(min_length=1, max_length=300)]
+    precision: Literal["q8_0", "q4_1", "q4_0"] | None = None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ModelError, ShoalError
+from shoal.errors import ModelError, ShoalError, StoreError
 from shoal.models import Store, StoredModel
 from shoal.models.gguf import read_gguf
-from shoal.server.errors import ApiError
+from shoal.models.quantize import quantize_gguf
+from shoal.server.errors import ApiError, bad_request
 from shoal.server.hub import ModelHub
 
 _MAX_PULLS = 2  # at a time
@@ -21,7 +24,10 @@ _KEPT_PULLS = 32  # that have ended
 
 @dataclass(slots=True)
 class Pull:
-    """A model on its way into the store. Bytes; `total` is 0 while it is unknown, `error` says why it failed."""
+    """A model on its way into the store, fetched or made. Bytes (made: weights); `total` is 0 while it is unknown.
+
+    `error` says why it failed. `cancelled`: somebody wants it no more.
+    """
 
     name: str
     stage: str = "starting"
@@ -29,6 +35,8 @@ class Pull:
     total: int = 0
     finished: bool = False
     error: str | None = None
+    made: bool = False
+    cancelled: bool = False
 
 
 class Storage:
@@ -58,7 +66,9 @@ class Storage:
         root = next(path for path in (store.root, *store.root.parents) if path.exists())
         pulls = [asdict(pull) for pull in list(self._pulls.values())]
         for pull in pulls:
-            if not pull["finished"] and not pull["total"]:  # the hub's client does not tell how far it is
+            if (
+                not pull["finished"] and not pull["total"] and not pull["made"]
+            ):  # the hub's client does not tell how far it is
                 pull["done"] = store.bytes_so_far(pull["name"])
         return {"models": models, "pulls": pulls, "free_bytes": shutil.disk_usage(root).free}
 
@@ -66,21 +76,44 @@ class Storage:
         """Begin to fetch a model; returns at once. ApiError 429 when enough are under way; `ModelNotFoundError`."""
         store = Store()
         store.check_name(name)
+        return self._begin(name, partial(_fetch, store), made=False)
+
+    def make(self, name: str, kind: str) -> Pull:
+        """Begin to make a model at another precision, `NAME-KIND`; returns at once. `remove` ends it meanwhile.
+
+        Raises as `pull`; ApiError 400 for a model that is no GGUF.
+        """
+        store = Store()
+        source = store.resolve(name, pull=False)
+        if source.kind != "gguf":
+            raise bad_request(
+                f"{name} is of kind {source.kind}, and only GGUF files are made at another precision", "name"
+            )
+        return self._begin(f"{name}-{kind}", partial(_make, store, source.path, kind), made=True)
+
+    def _begin(self, name: str, work: Callable[[Pull], None], *, made: bool) -> Pull:
         with self._lock:  # calls come on several threads
             running = [pull for pull in self._pulls.values() if not pull.finished]
             if any(pull.name == name for pull in running):
                 return self._pulls[name]
             if len(running) >= _MAX_PULLS:
-                raise ApiError(429, f"{len(running)} models are being fetched", code="queue_full")
+                raise ApiError(429, f"{len(running)} models are on their way", code="queue_full")
             for ended in [known for known, pull in self._pulls.items() if pull.finished][: -_KEPT_PULLS or None]:
                 del self._pulls[ended]
-            pull = self._pulls[name] = Pull(name)
-        threading.Thread(target=_fetch, args=(store, pull), name=f"pull-{name}", daemon=True).start()
+            pull = self._pulls[name] = Pull(name, made=made)
+        threading.Thread(target=_follow, args=(work, pull), name=f"pull-{name}", daemon=True).start()
         return pull
 
     def remove(self, name: str) -> int:
-        """Delete a model; gives the bytes freed. ApiError 409 for one in use; `ModelNotFoundError`, `StoreError`."""
+        """Delete a model, or end the making of one; gives the bytes freed.
+
+        ApiError 409 for one in use; `ModelNotFoundError`, `StoreError`.
+        """
         store = Store()
+        making = self._pulls.get(name)
+        if making is not None and making.made and not making.finished:
+            making.cancelled = True
+            return 0
         if any(store.same(name, used) for used in self._hub.in_use):
             raise ApiError(409, f"{name} is loaded; switch to another model first", param="name", code="model_in_use")
         pulls = [known for known in list(self._pulls) if store.same(name, known)]
@@ -106,14 +139,29 @@ class Storage:
         return self._weights[key]
 
 
+def _follow(work: Callable[[Pull], None], pull: Pull) -> None:
+    """Bring a model in; what becomes of it is told by the pull."""
+    try:
+        work(pull)
+        pull.stage = "done"
+    except ShoalError as error:
+        pull.stage, pull.error = ("cancelled", None) if pull.cancelled else ("failed", str(error))
+    finally:
+        pull.finished = True
+
+
 def _fetch(store: Store, pull: Pull) -> None:
     def tell(stage: str, done: int, total: int) -> None:
         pull.stage, pull.done, pull.total = stage, done, total
 
-    try:
-        store.pull(pull.name, tell)
-        pull.stage = "done"
-    except ShoalError as error:
-        pull.stage, pull.error = "failed", str(error)
-    finally:
-        pull.finished = True
+    store.pull(pull.name, tell)
+
+
+def _make(store: Store, source: Path, kind: str, pull: Pull) -> None:
+    def tell(done: int, total: int) -> None:
+        pull.stage, pull.done, pull.total = f"making {kind}", done, total
+        if pull.cancelled:
+            raise StoreError(f"{pull.name} is not wanted any more", value=pull.name)
+
+    with store.adding(pull.name) as target:
+        quantize_gguf(source, target, kind, tell)

@@ -76,6 +76,7 @@ function facts(card) {
   if (card.tokens_per_s) told.push(`${Math.round(card.tokens_per_s)} tok/s`);
   if (card.ttft_ms !== null) told.push(`TTFT ${Math.round(card.ttft_ms)} ms`);
   told.push(`${card.cached_tokens} cached`);
+  if (card.replica) told.push(`on ${card.replica}`);
   if (card.finish_reason === "length") told.push("cut at the limit");
   return told.map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · "); // lines break between facts
 }

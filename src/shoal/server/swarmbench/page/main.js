@@ -181,7 +181,7 @@ function setUp(page) {
     complain,
   });
   setUpSettings({ themeChanged: () => view.strip.restart(), complain });
-  for (const name of ["team", "settings"]) closable($(name));
+  for (const name of ["team", "settings", "sides"]) closable($(name));
   $("banner-close").onclick = () => banner("");
   $("examples").replaceChildren(
     ...EXAMPLES.map((text) => {

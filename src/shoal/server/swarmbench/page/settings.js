@@ -1,11 +1,14 @@
 // Settings: how agents answer, the engine's stall bound, looks, and the model store.
 
 import { call } from "./api.js";
+import { compareWith } from "./sides.js";
 import { $, ask, bytes, make, say } from "./dom.js";
 import { refreshModels } from "./models.js";
 import { choose, prefs } from "./prefs.js";
 
 const PULL_MS = 500;
+const PRECISIONS = ["q8_0", "q4_1", "q4_0"];
+let complainLater = () => {};
 let page = null;
 let polling = null;
 
@@ -22,6 +25,7 @@ export function applyTheme() {
 
 /** `themeChanged` is called when colours differ, `complain` with errors. */
 export function setUpSettings({ themeChanged, complain }) {
+  complainLater = complain;
   $("settings-open").onclick = () => {
     build(themeChanged, complain);
     $("settings").showModal();
@@ -108,7 +112,7 @@ function pullForm(complain) {
 async function refreshStorage() {
   const storage = await refreshModels();
   if (!$("settings").open) return;
-  $("storage").replaceChildren(...storage.models.map(stored), ...storage.pulls.filter((pull) => pull.stage !== "done").map(pulling));
+  $("storage").replaceChildren(...storage.models.map(stored), ...storage.pulls.filter((pull) => !["done", "cancelled"].includes(pull.stage)).map(pulling));
   const { runs, bytes: size } = storage.history;
   say($("storage-free"), `${bytes(storage.free_bytes)} free. History: ${runs} runs${size ? `, ${bytes(size)}` : ""}.`);
   clearTimeout(polling);
@@ -124,13 +128,34 @@ function stored(model) {
     await call("DELETE", `/swarmbench/storage/${encodeURIComponent(model.name)}`).catch((error) => say($("storage-free"), error.message));
     await refreshStorage();
   };
-  return make("li", {}, make("span", {}, make("b", {}, model.name), make("span", { className: "quiet" }, sizes)), remove);
+  const buttons = make("span", { className: "storage-buttons" }, ...(model.weights ? [precisions(model)] : []));
+  if (!model.loaded) buttons.append(make("button", { type: "button", className: "text", onclick: () => sideBySide(model.name) }, "Compare"));
+  buttons.append(remove);
+  return make("li", {}, make("span", {}, make("b", {}, model.name), make("span", { className: "quiet" }, sizes)), buttons);
+}
+
+/** Make the model at another precision; it appears below with its progress, and in the selector when it is there. */
+function precisions(model) {
+  const select = make("select", { attributes: { "aria-label": `Make ${model.name} at another precision` } }, new Option("Make…", ""), ...PRECISIONS.map((name) => new Option(name, name)));
+  select.onchange = async () => {
+    const body = { name: model.name, precision: select.value };
+    await call("POST", "/swarmbench/storage", body).catch((error) => say($("storage-free"), error.message));
+    await refreshStorage();
+  };
+  return select;
+}
+
+function sideBySide(name) {
+  $("settings").close();
+  compareWith(name).catch(complainLater);
 }
 
 function pulling(pull) {
-  const amount = pull.total ? `${bytes(pull.done)} of ${bytes(pull.total)}` : pull.done ? `${bytes(pull.done)} so far` : "";
+  const amount = pull.made ? (pull.total ? `${Math.round((100 * pull.done) / pull.total)} %` : "") : pull.total ? `${bytes(pull.done)} of ${bytes(pull.total)}` : pull.done ? `${bytes(pull.done)} so far` : "";
   const bar = make("progress", { attributes: { "aria-label": `Fetching ${pull.name}` } });
   if (pull.total) Object.assign(bar, { max: pull.total, value: pull.done });
   const text = make("span", {}, make("b", {}, pull.name), make("span", { className: "quiet" }, pull.error ?? `${pull.stage} ${amount}`));
-  return make("li", { className: pull.error ? "bad" : "" }, text, ...(pull.finished ? [] : [bar]));
+  const cancel = make("button", { type: "button", className: "text", attributes: { "aria-label": `Cancel ${pull.name}` } }, "Cancel");
+  cancel.onclick = () => call("DELETE", `/swarmbench/storage/${encodeURIComponent(pull.name)}`).then(refreshStorage, (error) => say($("storage-free"), error.message));
+  return make("li", { className: pull.error ? "bad" : "" }, text, ...(pull.finished ? [] : [bar]), ...(pull.made && !pull.finished ? [cancel] : []));
 }

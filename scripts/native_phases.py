@@ -1,0 +1,116 @@
+"""Phases of the native runner's steps on one file: `scripts/native_phases.py MODEL.gguf [--cases rows,trunk,prefill]`.
+
+rows: steps of 1, 4, 8, 16, 32 rows over 32 tokens, and the step of eight in steps of one. trunk: eight rows over one
+trunk, over eight copies of it, one row over it, and attention over the trunk in attention over the copies. prefill: 512
+tokens, and the next 512. Medians in ms; the least of a step beside them. `SHOAL_ISA` chooses the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.models.files import local_files
+from shoal.runners.native.runner import NativeRunner
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+
+CHUNK = 512
+
+
+class Bench:
+    """A loaded runner, and `rounds` steps of each case."""
+
+    def __init__(self, runner: NativeRunner, rounds: int) -> None:
+        self.runner, self.rounds, self.size = runner, rounds, runner.spec.block_size
+
+    def timed(self, plan: StepPlan) -> dict[str, float]:
+        """Milliseconds of one step and of its phases."""
+        before, begin = self.runner.profile(), time.perf_counter()
+        self.runner.execute(plan)
+        took, after = time.perf_counter() - begin, self.runner.profile()
+        phases = {name: 1e3 * (after[name] - before[name]) for name in after if name != "steps"}
+        return {"step": 1e3 * took, **phases}
+
+    def fill(self, table: Sequence[int], length: int) -> None:
+        """Prefill positions 0 .. length - 1 of a block table."""
+        for at in range(0, length, CHUNK):
+            tokens = tuple((7 * p) % 1000 + 100 for p in range(at, min(at + CHUNK, length)))
+            self.runner.execute(StepPlan(0, (ScheduledSequence(0, tokens, at, tuple(table), Want.NOTHING),)))
+
+    def show(self, name: str, steps: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Print and give the medians."""
+        medians = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+        told = ", ".join(f"{key} {value:.2f}" for key, value in medians.items() if key != "step" and value >= 0.005)
+        print(f"{name}: {medians['step']:.2f} (least {min(step['step'] for step in steps):.2f}): {told}", flush=True)
+        return medians
+
+    def decode(self, name: str, tables: Sequence[Sequence[int]], at: int) -> dict[str, float]:
+        """Steps of one token for each table, from position `at`; the first is not counted."""
+        steps = []
+        for i in range(self.rounds + 1):
+            rows = [
+                ScheduledSequence(s, (100 + s,), at + i, tuple(table), Want.ARGMAX) for s, table in enumerate(tables)
+            ]
+            steps.append(self.timed(StepPlan(0, tuple(rows))))
+        return self.show(name, steps[1:])
+
+    def rows(self) -> None:
+        """Few rows and many."""
+        took = {}
+        for count in (1, 4, 8, 16, 32):
+            tables = [range(i * 4, i * 4 + 4) for i in range(count)]
+            for table in tables:
+                self.fill(table, 32)
+            took[count] = self.decode(f"rows {count}", tables, 32)["step"]
+        print(f"8 rows in 1 row: {took[8] / took[1]:.2f}")
+
+    def trunk(self, length: int) -> None:
+        """Eight rows over `length` tokens that they share, and over copies."""
+        blocks = length // self.size
+        length = blocks * self.size
+        trunk, own = range(blocks), [range(blocks + 2 * i, blocks + 2 * i + 2) for i in range(8)]
+        shared = [(*trunk, *own[i]) for i in range(8)]
+        copies = [range(blocks * (i + 1) + 16, blocks * (i + 2) + 16) for i in range(7)]
+        self.fill(trunk, length)
+        moves = tuple((block, copy[block]) for copy in copies for block in trunk)
+        row = ScheduledSequence(0, (5,), length, shared[0], Want.ARGMAX)
+        self.runner.execute(StepPlan(0, (row,), copies=moves))
+        together = self.decode(f"8 over a trunk of {length}", shared, length)["attention"]
+        apart = self.decode("8 apart", [(*table, *own[i]) for i, table in enumerate([trunk, *copies])], length)
+        self.decode("1 row", shared[:1], length)
+        print(f"attention over the trunk in attention apart: {together / apart['attention']:.2f}")
+
+    def prefill(self) -> None:
+        """A chunk of 512 tokens, at the start and behind another."""
+        tokens = tuple((7 * p) % 1000 + 100 for p in range(CHUNK))
+        for name, start in (("prefill 512", 0), ("the next 512", CHUNK)):
+            self.fill(range(40), start)
+            plan = StepPlan(0, (ScheduledSequence(0, tokens, start, tuple(range(40)), Want.ARGMAX),))
+            took = self.show(name, [self.timed(plan) for _ in range(5)])["step"]
+            print(f"{name}: {1e3 * CHUNK / took:.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cases", default="rows,trunk,prefill")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--trunk", type=int, default=4000)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--kv-precision", choices=("auto", "bf16", "u8"), default="auto")
+    parser.add_argument("--kv-mib", type=int, default=1300)
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/shoal-native-bench"))
+    options = parser.parse_args()
+    loaded = NativeRunner.load(
+        local_files("bench", options.model),
+        kv_bytes=options.kv_mib << 20,
+        cache_dir=options.cache,
+        threads=options.threads,
+        kv_precision=options.kv_precision,
+    )
+    bench = Bench(loaded, options.rounds)
+    for case in options.cases.split(","):
+        {"rows": bench.rows, "trunk": lambda: bench.trunk(options.trunk), "prefill": bench.prefill}[case]()
