@@ -45,7 +45,8 @@ def recorded(path: Path) -> None:
     runner = FakeRunner(num_blocks=24, step_s=0.05)  # slow enough that the parent still writes when it is forked
     with toy_engine(runner, max_batch=3, max_step_tokens=64, record=str(path)) as engine:
         pinned = engine.cache_prefix(SHARED)
-        handle = engine.submit(Request(prompt="forked", sampling=SamplingParams(max_tokens=200, temperature=1.0)))
+        forked = SamplingParams(max_tokens=200, temperature=1.0, ignore_eos=True)
+        handle = engine.submit(Request(prompt="forked", sampling=forked))
         next(iter(handle))
         handle.fork(1)[0].abort()
         runner.step_s = 0.0

@@ -254,7 +254,7 @@ class Api:
             call.record["body"] = body.model_dump(exclude_none=True)
         try:
             await asyncio.to_thread(call.submit, prepare, names)
-            call.chat = body.chat_shown
+            call.chat = body.chat_shown if body.hints.speculative_prefill is not False else None
             if body.note is not None:
                 call.record["note"] = body.note
         except BaseException as error:
@@ -273,6 +273,8 @@ class Api:
             deadline_s=body.timeout if body.timeout is not None else self.config.request_timeout_s,
             namespace=body.namespace(),
             group=body.task_id or "",
+            critical_path=body.hints.osl or 0,
+            keep_s=body.keep_s,
         )
 
     def check_count(self, count: int, param: str) -> None:

@@ -25,10 +25,14 @@ from shoal.server.reasoning import Effort
 
 
 class CacheControl(Strict):
-    """Where a prefix that is worth keeping ends. Every prefix is kept while there is room, so it changes nothing."""
+    """Where a prefix that is worth keeping ends. Every prefix is kept while there is room: it says for how long."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+
+
+def _blocks(content: str | list[Block] | None) -> list[Block]:
+    return content if isinstance(content, list) else []
 
 
 class Block(Strict):
@@ -146,6 +150,14 @@ class CountRequest(Common):
     def agent(self) -> tuple[str | None, str | None]:
         """Task and agent for the log."""
         return self.prompt_cache_key, self.metadata.user_id if self.metadata is not None else None
+
+    @property
+    def keep_s(self) -> float:
+        """The longest time that any `cache_control` of the call asks for, in seconds."""
+        marked: list[Any] = [self, *(self.tools or ()), *_blocks(self.system)]
+        marked += [block for message in self.messages for block in _blocks(message.content)]
+        found = [one.cache_control.ttl or "5m" for one in marked if one.cache_control is not None]
+        return max((3600.0 if ttl == "1h" else 300.0 for ttl in found), default=0.0)
 
     def chat(self) -> tuple[list[ChatMessage], str]:
         """The conversation as a chat, and how the answer begins: what a last message of the assistant says."""

@@ -92,6 +92,24 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
 
 
+class AgentHints(Strict):
+    """Dynamo's hints of an agent's harness."""
+
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
+    osl: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    latency_sensitivity: Annotated[Finite, Field(ge=0)] | None = None
+    speculative_prefill: bool | None = None
+
+
+class Extensions(Strict):
+    """Dynamo's extensions: the hints among them."""
+
+    agent_hints: AgentHints = AgentHints()
+
+
+_RETENTION_S = {"in-memory": 600.0, "in_memory": 600.0, "24h": 86_400.0}
+
+
 class Common(Strict):
     """Fields of every endpoint that generates."""
 
@@ -106,6 +124,7 @@ class Common(Strict):
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    nvext: Extensions | None = None
     # Ours, and those that vLLM added to the API:
     task_id: Annotated[str, Field(max_length=256)] | None = None
     agent_id: Annotated[str, Field(max_length=256)] | None = None
@@ -143,6 +162,16 @@ class Common(Strict):
         return f"format not checked: {shown}"
 
     @property
+    def hints(self) -> AgentHints:
+        """Hints of the agent's harness; empty where there are none."""
+        return AgentHints() if self.nvext is None else self.nvext.agent_hints
+
+    @property
+    def keep_s(self) -> float:
+        """How long the KV of the call is evicted last, in seconds after its end."""
+        return _RETENTION_S.get(self.prompt_cache_retention or "", 0.0)
+
+    @property
     def chat_shown(self) -> Any:
         """The conversation as the template got it; None where there is none."""
         return self._chat
@@ -153,9 +182,14 @@ class Common(Strict):
         return chat
 
     def priority_class(self) -> Priority:
-        """`priority` where given, else what `service_tier` means."""
+        """`priority` where given, else what `service_tier` means, else the hints."""
         if self.priority is not None:
             return Priority(self.priority)
+        hints = self.hints
+        if self.service_tier is None and hints.priority:
+            return Priority.HIGH if hints.priority > 0 else Priority.LOW
+        if self.service_tier is None and hints.latency_sensitivity:
+            return Priority.HIGH
         tiers = {"flex": Priority.LOW, "priority": Priority.HIGH, "scale": Priority.HIGH, "fast": Priority.HIGH}
         return tiers.get(self.service_tier or "auto", Priority.NORMAL)
 
