@@ -139,7 +139,7 @@ def main() -> int:
             print(f"after kill {time_no}: {what}", flush=True)
         if (time_no + 1) % 25 == 0:
             print(f"{time_no + 1} kills, {failures} wrong", flush=True)
-    shutil.rmtree(root)
+    shutil.rmtree(root, ignore_errors=True)  # a writer that was told to end may be at its last file
     print(f"{arguments.times} kills: {found} plain blocks and {restored} prompt tokens found again, {failures} wrong")
     return 1 if failures or not found or not restored else 0
 
