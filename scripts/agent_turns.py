@@ -4,8 +4,8 @@
     scripts/agent_turns.py [--model smollm2-135m] [--tokens 7000] [--turns 40] [--peer PYTHON]
 
 Four agents side by side, each with turns of 60 to 400 new tokens and 16 written ones, with pauses between, until each
-has at least so many tokens. `--peer` is a Python with llama-cpp-python: there each agent has a context of its own in one
-process, whose KV is kept between turns (a server's slots, without the HTTP and without batching). All four ask at once,
+has at least so many tokens. `--peer` is a Python with llama-cpp-python: there each agent has a context of its own in
+one process, whose KV is kept between turns (a server's slots, without the HTTP and without batching). All four ask at once,
 and a turn's time counts from there, as it does here.
 """
 
@@ -107,9 +107,8 @@ def main() -> None:
         times, hits = ours(engine, agents)
     middle = statistics.median(seconds for _, seconds in times)
     reached = [sum(map(len, given)) + WRITTEN * len(given) for given in agents]
-    print(
-        f"shoal: {min(reached)} tokens an agent, hits {hits:.1%}, median turn {middle:.3f} s, growth {slope(times):+.1%}"
-    )
+    told = f"hits {hits:.1%}, median turn {middle:.3f} s, growth {slope(times):+.1%}"
+    print(f"shoal: {min(reached)} tokens an agent, {told}", flush=True)
     if options.peer:
         path = str(Store().resolve(options.model, pull=False).path)
         job = {"path": path, "context": max(reached) + 64, "threads": options.threads, "agents": agents}
@@ -117,9 +116,8 @@ def main() -> None:
         out = subprocess.run([options.peer, "-c", PEER], input=text, capture_output=True, text=True, check=True).stdout
         theirs = [(turn, seconds) for turn, seconds in json.loads(out)]
         median = statistics.median(seconds for _, seconds in theirs)
-        print(
-            f"llama.cpp: median turn {median:.3f} s, growth {slope(theirs):+.1%}; ours / theirs {middle / median:.2f}"
-        )
+        told = f"median turn {median:.3f} s, growth {slope(theirs):+.1%}"
+        print(f"llama.cpp: {told}; ours / theirs {middle / median:.2f}")
 
 
 if __name__ == "__main__":
