@@ -5,8 +5,8 @@
 
 Four agents side by side, each with turns of 60 to 400 new tokens and 16 written ones, with pauses between, until each
 has at least so many tokens. `--peer` is a Python with llama-cpp-python: there each agent has a context of its own in
-one process, whose KV is kept between turns (a server's slots, without the HTTP and without batching). All four ask at once,
-and a turn's time counts from there, as it does here.
+one process, whose KV is kept between turns (a server's slots, without the HTTP and without batching). All four ask at
+once, and a turn counts from there, as it does here.
 """
 
 from __future__ import annotations
