@@ -36,6 +36,9 @@ def test_eight_cards_stream_and_finish_and_a_synthesis_follows(bench: Bench, liv
     assert all(bench.texts())
     assert page.evaluate("window.shift") < 0.01
     expect(page.locator("#tile-rate")).to_have_text(re.compile(r"\d+ tok/s"))
+    expect(page.locator("#totals")).to_have_text(
+        re.compile(r"8 agents, \d+ tokens, [\d.]+ s · \d+ of \d+ prompt tokens")
+    )
     expect(page.locator("#tile-prefix")).to_have_text("40 tokens")
     expect(page.locator("#tile-kv-note")).to_have_text(re.compile(r"[1-9].* MB saved"))
     facts = re.compile(r"\d+\stok · \d+\stok/s · TTFT\s\d+\sms · \d\d\scached")

@@ -80,6 +80,8 @@ def test_eight_agents_and_a_synthesis_run_to_their_ends(live: Live) -> None:
     summary = run["together"]["summary"]
     assert summary["tokens"] == sum(card["tokens"] for card in cards[:8])
     assert summary["widest"] == 8
+    assert summary["prompt_tokens"] == sum(card["prompt_tokens"] for card in cards[:8])
+    assert 0 < summary["cached_tokens"] < summary["prompt_tokens"]
     assert summary["prefix_tokens"] > 100  # the rules and the question, in bytes
     assert summary["kv_peak_saved"] > 0
 

@@ -196,6 +196,7 @@ class Swarm:
             tokens=sum(card.tokens for card in self.cards),
             wall_s=ended - self._began,
             prefix_tokens=shared if len(prompts) > 1 else 0,
+            prompt_tokens=sum(card.result.prompt_tokens for card in self.cards if card.result is not None),
             cached_tokens=sum(card.result.cached_tokens for card in self.cards if card.result is not None),
         )
 

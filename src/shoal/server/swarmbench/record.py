@@ -94,6 +94,7 @@ def phase_summary(summary: Summary, log: StepLog) -> Document:
         "wall_s": round(summary.wall_s, 4),
         "tokens_per_s": round(summary.tokens_per_s, 1),
         "prefix_tokens": summary.prefix_tokens,
+        "prompt_tokens": summary.prompt_tokens,
         "cached_tokens": summary.cached_tokens,
         "kv_held": held,
         "kv_saved": saved,

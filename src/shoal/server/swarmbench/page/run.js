@@ -4,6 +4,7 @@ import { ApiError, Unreachable, call, stream } from "./api.js";
 import { CardView, ended } from "./cards.js";
 import { $, announce, bytes, make, say, seconds } from "./dom.js";
 import { Strip } from "./strip.js";
+import { totalsLine, totalsOf } from "./turns.js";
 
 const RENDER_MS = 6; // of a frame's sixteen for texts; what does not fit waits for the next frame
 const TILES_MS = 100;
@@ -103,7 +104,8 @@ export class RunView {
     this.head();
     this.strip.show(document);
     this.tiles();
-    if (!this.running) this.settle();
+    if (this.running) say($("totals"), "\u00a0"); // its line is kept, so that nothing moves at the end
+    else this.settle();
     this.changed(this.document, again);
     this.wake();
   }
@@ -229,6 +231,7 @@ export class RunView {
   settle() {
     const steps = this.document.together.steps.length;
     const widest = this.document.together.summary?.widest ?? 0;
+    say($("totals"), totalsLine(totalsOf(this.document)) || "Nothing ran.");
     this.strip.settle(`${steps} steps, at most ${widest} in the batch. Point at a step, or use the arrow keys, to see who was in it.`);
     this.tiles();
   }
