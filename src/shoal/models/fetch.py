@@ -192,13 +192,15 @@ def _bars(into: Path, total: int, progress: Progress) -> type:
 
     What it raises ends the download: its threads at their next piece.
     """
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub import utils
 
-    class Bars(tqdm):  # type: ignore[type-arg]
+    tqdm: Any = utils.tqdm  # its types are not told
+
+    class Bars(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **{**settings, "disable": True})
 
-        def update(self, n: float | None = 1) -> bool | None:
+        def update(self, n: float | None = 1) -> Any:
             progress("download", min(bytes_in(into), total), total)
             return super().update(n)
 
