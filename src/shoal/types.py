@@ -52,7 +52,7 @@ class Thinking:
     """A bound on what a model thinks before it answers: `budget` tokens, then `end` is written for it.
 
     Thinking begins with the output, or where `begin` is not empty, with that text at the output's beginning; it ends by
-    itself where the text `end` occurs.
+    itself where the text `end` occurs. A grammar goes before the bound: `end` is written as soon as that allows it.
     """
 
     budget: int

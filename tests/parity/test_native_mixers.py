@@ -105,8 +105,10 @@ CASES = [(name, ISAS[0]) for name in MODELS] + [(name, isa) for name in EACH for
 def test_a_family_computes_what_the_oracle_computes(name: str, isa: str, tmp_path: Path) -> None:
     """In float32 weights; quantised ones bring activations in 8 bits, whose rounding random weights magnify."""
     exact, rows = against_the_oracle(name, None, isa, tmp_path)
-    usual = sorted(divergences(exact, rows))[:-1]  # in one row a router may choose the other way
-    assert np.mean(usual) < (1e-4 if MODELS[name][1] == "F32" else 3e-2)
+    far = sorted(divergences(exact, rows))
+    if name == "gemma4-mixture":  # its router stands between two experts in one of the rows, and may choose the other
+        far.pop()
+    assert np.mean(far) < (1e-4 if MODELS[name][1] == "F32" else 3e-2)
     best = rows.argmax(-1)
     for row, other, token in zip(exact, rows, best, strict=True):
         assert row.max() - row[token] <= 2 * np.abs(row - other).max()  # equal, or a tie but for rounding

@@ -56,7 +56,7 @@ def cached(answer: Any) -> tuple[int, int]:
 def test_thoughts_that_the_template_drops_cost_no_turn_its_cache(live: Live, template: str) -> None:
     """Each turn finds all that the one before it had, and its answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Tell me of the sea, and do not be brief. " * 4}]
-    for number in range(2):
+    for number in range(3):
         more = {"temperature": 0, "thinking_budget": 30, **spoken(WRITTEN[template])}
         answer = live.post(PATH, {"messages": messages, **more})
         assert answer.status_code == 200, answer.text

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from shoal.config import EngineConfig
+from shoal.core.audit import check_integrity
 from shoal.core.commands import Add, Command, Commit, JudgedTokens, Schedule
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
@@ -115,13 +116,17 @@ def toy_loop(runner: Runner, **settings: Any) -> StepLoop:
     return StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), EngineConfig(**settings))
 
 
-def finish(loop: StepLoop, requests: Seq[Request]) -> list[Result]:
-    """Run requests on a loop to their ends."""
+def finish(loop: StepLoop, requests: Seq[Request], most_steps: int = 100_000) -> list[Result]:
+    """Run requests on a loop to their ends, each told once."""
     logs: list[list[Event]] = [[] for _ in requests]
     for i, (request, log) in enumerate(zip(requests, logs, strict=True)):
         loop.add(f"r{i}", loop.inputs.prepare(request), log.append)
     while not loop.idle:
+        assert most_steps, "requests do not come to an end"
+        most_steps -= 1
         loop.step()
+        check_integrity(loop.scheduler)
     results = [log[-1].result for log in logs]
+    assert all(event.result is None for log in logs for event in log[:-1])
     assert all(results)
     return [result for result in results if result is not None]

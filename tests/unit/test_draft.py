@@ -332,6 +332,29 @@ def test_nothing_is_preempted_for_a_draft() -> None:
         assert results[True] <= results[False]
 
 
+class Broken(Copies):
+    """Gives no finite numbers from a position on."""
+
+    def _feed(self, item: ScheduledSequence, tokens: Seq[int], start: int, generated: int) -> NDArray[np.float32]:
+        logits = super()._feed(item, tokens, start, generated)
+        return logits * np.float32(np.nan) if start + len(tokens) > 70 else logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_a_row_behind_a_draft_that_is_not_finite_ends_its_request(temperature: float) -> None:
+    sampling = SamplingParams(max_tokens=60, temperature=temperature, seed=1, ignore_eos=True)
+    request = Request(prompt_tokens=[*range(30), *range(7)], sampling=sampling)
+    results = []
+    for draws in (None, *range(6)):
+        loop = toy_loop(Broken(num_blocks=64), speculation=draws is not None)
+        draft_anything(loop, random.Random(draws))
+        results += finish(loop, [request], most_steps=200)
+        assert (loop.stats().accepted_tokens > 0) is (draws is not None)
+    assert results[0].error is not None
+    assert len(results[0].tokens) == 34
+    assert {(result.tokens, str(result.error)) for result in results} == {(results[0].tokens, str(results[0].error))}
+
+
 def test_why_a_model_is_not_drafted_for() -> None:
     spec = FakeRunner().spec
     assert why_not(spec) is None

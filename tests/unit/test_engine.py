@@ -679,3 +679,17 @@ def test_an_engine_whose_load_is_cancelled_is_closed(monkeypatch: pytest.MonkeyP
 
     asyncio.run(main())  # ends its threads before it returns
     assert made[0].closed
+
+
+def test_a_request_that_the_books_have_lost_ends_with_an_error() -> None:
+    loop = toy_loop(FakeRunner())
+    log: list[Event] = []
+    request = Request(prompt_tokens=[1, 2, 3], sampling=SamplingParams(max_tokens=50, ignore_eos=True))
+    state = loop.add("lost", loop.inputs.prepare(request), log.append)
+    loop.step()
+    state.seq.computed = len(state.seq.tokens)  # as if a fault of the engine had done so
+    assert loop.step() is None
+    assert loop.idle
+    result = log[-1].result
+    assert result is not None
+    assert isinstance(result.error, RunnerError)

@@ -90,12 +90,14 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A swarm in numbers. `prefix_tokens`: tokens with which all prompts begin; `cached_tokens`: prompt tokens that
-    were taken from the prefix tree instead of computed, all agents together."""
+    """A swarm in numbers. `prefix_tokens`: tokens with which all prompts begin; `prompt_tokens` those of all prompts
+    together, `cached_tokens` the ones of them that were taken from the prefix tree instead of computed; both count
+    agents that have ended."""
 
     tokens: int
     wall_s: float
     prefix_tokens: int
+    prompt_tokens: int
     cached_tokens: int
 
     @property

@@ -16,7 +16,7 @@ def check_integrity(scheduler: Scheduler) -> None:
             refs[block] += 1
     for seq in scheduler.running:
         assert seq.status is Status.RUNNING, f"sequence {seq.seq_id} runs, but is {seq.status}"
-        assert 0 <= seq.computed <= len(seq.tokens), f"sequence {seq.seq_id} is ahead of its tokens"
+        assert 0 <= seq.computed < len(seq.tokens), f"sequence {seq.seq_id} has nothing to feed"
         assert len(seq.blocks) >= scheduler.kv.blocks_for(seq.computed), f"sequence {seq.seq_id} lacks blocks"
         for block in seq.blocks:
             refs[block] += 1

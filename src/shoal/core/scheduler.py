@@ -488,7 +488,7 @@ class Scheduler:
             if outcome is not None:
                 seq.write(outcome, chain)
                 if drafts:
-                    right = seq.judge(drafts)
+                    right = seq.judge(drafts, ended=outcome.finish is not None)
                     self.queue.serve(seq, right)
                     drafted += len(drafts)
                     self.accepted += right

@@ -150,14 +150,16 @@ class Sequence:
             self.tokens += tokens[:kept]
             self.computed = min(self.computed + min(len(tokens), chain) - 1, len(self.tokens))
 
-    def judge(self, drafts: tuple[int, ...]) -> int:
+    def judge(self, drafts: tuple[int, ...], *, ended: bool) -> int:
         """Of the tokens fed behind its last one, those that it wrote: their KV is computed, the rest's is not.
 
-        Call after `write`; gives how many are right.
+        Call after `write`; gives how many are right. Where the output goes on though nothing was chosen behind the
+        last right one (its row was not finite, or a grammar left no token), that one stays behind: it is fed again.
         """
         tokens, right = self.tokens, 0
+        end = len(tokens) if ended else len(tokens) - 1
         for token in drafts:
-            if self.computed + right >= len(tokens) or tokens[self.computed + right] != token:
+            if self.computed + right >= end or tokens[self.computed + right] != token:
                 break
             right += 1
         self.computed += right

@@ -324,6 +324,7 @@ class StepLoop:
         plan = self.scheduler.apply(Schedule(begin))
         self._release()
         if plan is None:
+            self._end_stuck()
             self._deliver()
             self.start_step()
             return None
@@ -415,6 +416,14 @@ class StepLoop:
         self.scheduler.apply(Fail(tuple(item.seq_id for item in plan.sequences), error))
         self._release()
         self._deliver()
+
+    def _end_stuck(self) -> None:
+        """With nothing to compute nothing may run: what does would be looked at for ever, so it ends with an error."""
+        stuck = tuple(seq.seq_id for seq in self.scheduler.running)
+        if stuck:
+            message = "a request that has not ended has nothing to compute"
+            log.error("%s: the engine's books are wrong, and %d requests end", message, len(stuck))
+            self.scheduler.apply(Fail(stuck, RunnerError(message, value=len(stuck), hint="report this; try again")))
 
     def _release(self) -> None:
         released = self.scheduler.take_released()

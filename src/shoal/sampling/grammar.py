@@ -147,6 +147,10 @@ class Constraint:
         else:
             np.add(z, values, out=z)
 
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next, by the mask."""
+        return bool(self._words.view(np.uint8)[token >> 3] >> (token & 7) & 1)
+
     def accept(self, token: int) -> None:
         """Move on by a token of the output."""
         if not self._matcher.consume_token(token):

@@ -175,7 +175,8 @@ class SamplerState:
             z[self._end_ids] = -np.inf
         if self.constraint is not None:
             self.constraint.mask(z)
-        if self.limit is not None and (token := self.limit.forced) is not None:
+        token = None if self.limit is None else self.limit.forced
+        if token is not None and (self.constraint is None or self.constraint.allows(token)):
             z[:] = -np.inf
             z[token] = 0.0
 

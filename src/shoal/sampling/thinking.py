@@ -28,7 +28,10 @@ class ThinkingLimit:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next; None when the model chooses."""
+        """The token that is to come next; None when the model chooses.
+
+        A grammar goes before it: where that does not allow the token, as in the middle of a character, another comes.
+        """
         if self.over or not self._thinks or self._count < self._bound.budget:
             return None
         return self._end_ids[self._forced]
@@ -37,9 +40,9 @@ class ThinkingLimit:
         """A token was appended to the output."""
         if self.over:
             return
-        if self.forced is not None:
-            self._forced += 1
-            self.over = self._forced == len(self._end_ids)
+        self._forced = self._forced + 1 if token == self.forced else 0
+        if self._forced == len(self._end_ids):
+            self.over = True
             return
         self._count += 1
         self._seen += self._token_bytes(token)

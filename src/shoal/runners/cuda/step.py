@@ -92,7 +92,7 @@ class Inputs:
         self.tensors["updates"].copy_(self._spare[0], non_blocking=True)
 
 
-class Buffers:
+class StepBuffers:
     """Memory that all steps share, for at most `rows` rows of which `wanted` want logits.
 
     Invariant: graphs hold its addresses, so nothing in it is ever replaced but `partials`, which says so.
@@ -142,7 +142,7 @@ class Step:
         """`tables` int32 [slots, T]: the block tables, one row a sequence."""
         self.model = model
         self.tables = tables
-        self.buffers = Buffers(model, rows, wanted)
+        self.buffers = StepBuffers(model, rows, wanted)
         self._inputs: dict[Shape, Inputs] = {}
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         cuda = model.device.type == "cuda"
