@@ -94,6 +94,24 @@ def test_only_what_is_left_is_done(tmp_path: Path) -> None:
     assert not again.requests  # a run that has ended gives its result and computes nothing
 
 
+def test_a_run_goes_on_from_earlier_turns_also_when_it_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    turns = [{"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "Yes."}]
+    engine = ScriptedEngine()
+    go(stopped_after(three_steps(), "first", path, engine, topic="tea", earlier=turns))
+    rules = {"role": "system", "content": "On tea."}
+    assert engine.requests[0].messages == [rules, *turns, {"role": "user", "content": "Begin."}]
+    again = ScriptedEngine()
+    go(three_steps().resume(again, path))
+    assert [agent_of(request) for request in again.requests] == ["second", "third"]
+    for request in again.requests:
+        assert request.messages is not None
+        assert request.messages[:3] == [rules, *turns]
+        assert sum(message in turns for message in request.messages) == 2
+    with pytest.raises(GraphError, match="earlier turns from its checkpoint"):
+        go(three_steps().resume(again, path, earlier=turns))
+
+
 def test_another_graph_or_input_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "run"
     go(stopped_after(three_steps(), "first", path, topic="tea"))
@@ -107,7 +125,7 @@ def test_another_graph_or_input_is_refused_by_name(tmp_path: Path) -> None:
         go(three_steps().resume(ScriptedEngine(), path, topic="coffee"))
     with pytest.raises(CheckpointError, match="already"):
         go(three_steps().run(ScriptedEngine(), checkpoint=path, topic="tea"))
-    with pytest.raises(GraphError, match="seed and task_id"):
+    with pytest.raises(GraphError, match="seed, task_id"):
         go(three_steps().resume(ScriptedEngine(), path, seed=3))
     with pytest.raises(CheckpointError, match="cannot be opened"):
         go(three_steps().resume(ScriptedEngine(), tmp_path / "none"))

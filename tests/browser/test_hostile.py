@@ -37,7 +37,7 @@ class ScriptedRunner(FakeRunner):
     """Writes a given text, whatever it is asked."""
 
     def __init__(self, text: str, **fields: Any) -> None:
-        super().__init__(context_length=8192, **fields)
+        super().__init__(context_length=8192, max_rows=1, **fields)  # a row a pass: what is drafted gets none
         self._tokens = [*text.encode(), 256]
         self._written: dict[SeqId, int] = {}
 

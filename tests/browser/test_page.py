@@ -145,6 +145,7 @@ def test_history_is_searched_reopened_renamed_and_deleted(bench: Bench) -> None:
     bench.ask("What do owls eat?")
     bench.wait_end()
     texts = bench.texts()
+    page.get_by_role("button", name="New thread").click()
     bench.ask("How are ships built?")
     bench.wait_end()
     page.get_by_role("button", name="History").click()
@@ -168,6 +169,44 @@ def test_history_is_searched_reopened_renamed_and_deleted(bench: Bench) -> None:
     page.locator("#ask-buttons").get_by_role("button", name="Delete").click()
     expect(items).to_have_count(0)
     expect(page.locator("#run")).to_be_hidden()
+
+
+def test_a_thread_goes_on_also_after_a_reload(bench: Bench) -> None:
+    page = bench.page
+    page.locator("#count label").nth(1).click()
+    first = bench.ask("What do owls eat?")
+    bench.wait_end()
+    closing = page.locator("#totals").inner_text()
+    answer = bench.texts()[-1]
+    bench.ask("And in winter?")
+    bench.wait_end()
+    earlier = page.locator("#earlier li")
+    expect(earlier).to_have_count(1)
+    page.reload()
+    expect(page.locator("#run-title")).to_have_text("And in winter?")
+    bench.ask("And cats?")
+    bench.wait_end()
+    expect(earlier).to_have_count(2)
+    expect(earlier.locator("h2")).to_have_text(["What do owls eat?", "And in winter?"])
+    assert earlier.nth(0).locator(".prose").inner_text().split() == answer.split()
+    expect(earlier.nth(0).locator(".totals")).to_have_text(closing)
+    shares = re.compile(r"2 agents, \d+ tokens, [\d.]+ s · (\d+) of (\d+) prompt tokens not computed again \(\d+ %\)")
+    told = shares.fullmatch(page.locator("#totals").inner_text())
+    assert told is not None
+    assert int(told[1]) / int(told[2]) > 0.6  # the rules and both turns before
+    page.get_by_role("button", name="History").click()
+    item = page.locator("#runs li.current")
+    expect(item.locator(".title")).to_have_text("What do owls eat?")
+    expect(item.locator(".quiet")).to_contain_text(re.compile(r"3 turns · \d+ % reused"))
+    earlier.nth(0).locator("a").click()
+    expect(page.locator("#run-title")).to_have_text("What do owls eat?")
+    expect(page.locator("#earlier")).to_be_hidden()
+    assert bench.run_id == first
+    page.get_by_role("button", name="New thread").click()
+    expect(page.locator("#run")).to_be_hidden()
+    bench.ask("Why do ships float?")
+    bench.wait_end()
+    expect(page.locator("#earlier")).to_be_hidden()
 
 
 def test_a_phone_can_do_it(browser_phone: Page, live: Live) -> None:

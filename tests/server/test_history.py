@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import HistoryError
+from shoal.server.database import _MIGRATIONS
 from shoal.server.swarmbench.history import INTERRUPTED, History
 
 
@@ -28,6 +29,11 @@ def run(name: str, text: str = "an answer", state: str = "done", **fields: Any) 
         "question": f"Question {name}",
         "model": {"name": "m"},
         "created": 1.0,
+        "settings": {"synthesis": False},
+        "thread": name,
+        "turn": 1,
+        "earlier": [],
+        "left_out": 0,
     }
     return {**told, "state": state, "note": None, "together": phase, "one_by_one": None, **fields}
 
@@ -79,6 +85,43 @@ def test_a_save_keeps_the_title_that_was_given_meanwhile() -> None:
     assert not history.rename("nobody", "x")
     assert history.delete("a")
     assert not history.delete("a")
+
+
+def test_threads_are_listed_with_their_first_title_and_their_latest_turn() -> None:
+    history = History(None)
+    history.save(run("a", "owls", created=1.0))
+    history.save(run("b", "ships", created=2.0))
+    told = {"tokens": 5, "wall_s": 1.5, "prompt_tokens": 10, "cached_tokens": 8}
+    last = run("c", "mice", created=3.0, thread="a", turn=2)
+    last["together"]["summary"] = told
+    history.save(last)
+    threads = history.threads()
+    assert [(one["id"], one["turns"], one["last"], one["title"]) for one in threads] == [
+        ("a", 2, "c", "Title a"),
+        ("b", 1, "b", "Title b"),
+    ]
+    assert threads[0]["totals"] == {"agents": 1, **told}
+    assert threads[1]["totals"] is None
+    assert [one["id"] for one in history.threads("owls")] == ["a"]
+    assert [one["id"] for one in history.threads("ships")] == ["b"]
+    assert [one["id"] for one in history.threads(limit=1, offset=1)] == ["b"]
+    assert [(one["id"], one["turn"]) for one in history.thread("a")] == [("a", 1), ("c", 2)]
+    assert history.thread("nobody") == []
+
+
+def test_runs_of_an_earlier_version_are_threads_of_one_turn(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    with sqlite3.connect(path) as db:
+        for statement in (*_MIGRATIONS[0].split(";"), *_MIGRATIONS[1].split(";"), "PRAGMA user_version = 2"):
+            db.execute(statement)
+        old = {name: value for name, value in run("a").items() if name not in ("thread", "turn", "earlier", "left_out")}
+        values = ("a", "Title a", "Question a", "m", 1.0, "done", "x", "an answer", json.dumps(old))
+        db.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+    db.close()
+    history = History(path)
+    assert history.get("a") == run("a")
+    assert [(one["id"], one["turns"]) for one in history.threads()] == [("a", 1)]
+    history.close()
 
 
 WRITER = """
@@ -158,7 +201,7 @@ def test_a_file_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(HistoryError, match="newer version") as caught:
         History(path)
-    assert (caught.value.value, caught.value.limit) == (99, 2)
+    assert (caught.value.value, caught.value.limit) == (99, 3)
 
 
 def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:

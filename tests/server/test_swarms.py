@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from shoal.runners.fake import FakeRunner
-from shoal.server.swarmbench.record import apply
+from shoal.server.errors import ApiError
+from shoal.server.swarmbench.record import apply, totals
+from shoal.server.swarmbench.turns import MAX_TURNS, thread_after
 from tests.support.live import Live, error_of, toy
 
 AGENTS = [{"name": f"Agent {n}", "task": f"Say {n}."} for n in range(8)]
@@ -356,3 +358,87 @@ def test_old_runs_leave_the_memory_and_stay_in_the_history(live: Live) -> None:
         told = finished(live, run)
         assert (told["id"], told["state"]) == (run, "done")
     assert [name for _, name, _ in events(live, runs[0])] == ["snapshot", "end"]  # no frames are kept of it
+
+
+def test_a_follow_up_has_the_turns_before_in_what_all_share(live: Live) -> None:
+    first = finished(live, begin(live, question="Why are owls quiet?"))
+    second = finished(live, begin(live, question="And mice?", after=first["id"]))
+    third = finished(live, begin(live, question="And cats?", after=second["id"]))
+    assert [run["thread"] for run in (first, second, third)] == [first["id"]] * 3
+    assert [run["turn"] for run in (first, second, third)] == [1, 2, 3]
+    answer = first["together"]["cards"][-1]["text"]
+    assert second["earlier"] == [
+        {"id": first["id"], "question": "Why are owls quiet?", "answer": answer.strip(), "totals": totals(first)}
+    ]
+    assert [turn["id"] for turn in third["earlier"]] == [first["id"], second["id"]]
+    prefixes = [run["together"]["summary"]["prefix_tokens"] for run in (first, second, third)]
+    grown = len("Why are owls quiet?") + len(answer.encode())
+    assert prefixes[1] - prefixes[0] >= grown - 20  # the toy's tokens are bytes; the questions differ in length
+    for run, before in ((second, first), (third, second)):
+        # Nobody computes again what the turn before has computed: its rules, turns and question.
+        known = before["together"]["summary"]["prefix_tokens"]
+        assert all(card["cached_tokens"] >= known - 32 for card in run["together"]["cards"])
+    assert f"## And mice?\n\n{second['together']['cards'][-1]['text'].strip()}" in exported(live, third["id"])
+    live.wait_idle()
+
+
+def exported(live: Live, run: str) -> str:
+    return live.http.get(f"/swarmbench/runs/{run}", params={"form": "markdown"}).text
+
+
+def test_threads_are_listed_continued_after_a_restart_and_deleted(tmp_path: Path) -> None:
+    with Live(toy(), history=tmp_path / "history.db") as first:
+        other = begin(first, question="Ships?", max_tokens=2)
+        finished(first, other)
+        one = begin(first, question="Owls?", max_tokens=2)
+        finished(first, one)
+    with Live(toy(), history=tmp_path / "history.db") as second:
+        two = begin(second, question="Mice?", after=one, max_tokens=2)
+        told = finished(second, two)
+        threads = second.http.get("/swarmbench/threads").json()["data"]
+        assert [(thread["id"], thread["turns"], thread["last"]) for thread in threads] == [
+            (one, 2, two),
+            (other, 1, other),
+        ]
+        assert threads[0]["title"] == "Owls?"
+        assert threads[0]["totals"] == totals(told)
+        turns = second.http.get(f"/swarmbench/threads/{one}").json()["data"]
+        assert [(turn["id"], turn["turn"]) for turn in turns] == [(one, 1), (two, 2)]
+        assert second.http.delete(f"/swarmbench/threads/{one}").status_code == 200
+        assert second.http.get(f"/swarmbench/runs/{two}").status_code == 404
+        assert second.http.get(f"/swarmbench/threads/{one}").status_code == 404
+        assert second.http.delete(f"/swarmbench/threads/{one}").status_code == 404
+
+
+def test_a_question_after_a_run_that_goes_on_is_refused(slow: Live) -> None:
+    run = begin(slow, max_tokens=400)
+    body = {"question": "And?", "agents": AGENTS, "after": run}
+    answer = slow.post("/swarmbench/runs", body)
+    assert (answer.status_code, error_of(answer)["code"]) == (409, "run_in_progress")
+    assert slow.http.delete(f"/swarmbench/threads/{run}").status_code == 409
+    slow.post(f"/swarmbench/runs/{run}/stop", {})
+    finished(slow, run)
+    answer = slow.post("/swarmbench/runs", {**body, "after": "nobody"})
+    assert (answer.status_code, error_of(answer)["code"]) == (404, "run_not_found")
+    slow.wait_idle()
+
+
+def test_the_oldest_turns_are_left_out_when_the_window_is_full() -> None:
+    with Live(toy(runner=FakeRunner(context_length=900))) as small:
+        runs: list[dict[str, Any]] = []
+        for number in range(5):
+            after = {"after": runs[-1]["id"]} if runs else {}
+            runs.append(finished(small, begin(small, question=f"{number}: {'why ' * 20}?", max_tokens=20, **after)))
+        assert {run["state"] for run in runs} == {"done"}
+        assert runs[1]["left_out"] == 0
+        assert 0 < runs[4]["left_out"] < 4
+        assert max(card["prompt_tokens"] for card in runs[4]["together"]["cards"][:8]) <= 450
+        assert len(runs[4]["earlier"]) == 4
+
+
+def test_a_thread_has_an_end() -> None:
+    turn = {"id": "x", "question": "Q", "answer": "A", "totals": None}
+    run = {"id": "y", "question": "Q", "settings": {"synthesis": False}, "together": {"cards": [], "summary": None}}
+    assert len(thread_after({**run, "thread": "x", "earlier": [turn] * (MAX_TURNS - 2)}).earlier) == MAX_TURNS - 1
+    with pytest.raises(ApiError, match="begin a new one"):
+        thread_after({**run, "thread": "x", "earlier": [turn] * (MAX_TURNS - 1)})

@@ -132,7 +132,7 @@ def test_doctor_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
     result = call([*CLI, "doctor", "--json"], SHOAL_HOME=str(tmp_path), PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    sections = {"machine", "versions", "runner", "precision", "store", "power", "memory", "self_check"}
+    sections = {"machine", "versions", "runner", "precision", "store", "power", "memory", "kv_cache", "self_check"}
     assert set(document) == sections
     assert all("readable" in told for told in document["power"]["sensors"].values())
     assert document["self_check"]["status"] == "skipped"

@@ -118,7 +118,7 @@ def test_loading_closes_the_engine_when_the_state_is_broken(tmp_path: Path, monk
     class Opened:
         make_runner = codec = None
 
-    monkeypatch.setattr("shoal.engine.loading.open_model", lambda model, config: Opened)
+    monkeypatch.setattr("shoal.engine.loading.open_model", lambda model, config, progress=None: Opened)
     with pytest.raises(StoreError, match="no state can be read"):
         Watched.load("x", state=tmp_path)
     assert made[0].closed

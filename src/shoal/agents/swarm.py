@@ -77,9 +77,13 @@ def specialists(count: int) -> tuple[Specialist, ...]:
     return SPECIALISTS[:count]
 
 
-def swarm_messages(question: str, specialist: Specialist) -> list[Message]:
+def swarm_messages(question: str, specialist: Specialist, earlier: Sequence[Message] = ()) -> list[Message]:
     """The chat for one specialist: what all share first, what is its own last."""
-    return [{"role": "system", "content": RULES}, {"role": "user", "content": f"{question}\n\n{specialist.task}"}]
+    return [
+        {"role": "system", "content": RULES},
+        *earlier,
+        {"role": "user", "content": f"{question}\n\n{specialist.task}"},
+    ]
 
 
 def notes_text(notes: Sequence[tuple[str, str]]) -> str:
@@ -87,10 +91,11 @@ def notes_text(notes: Sequence[tuple[str, str]]) -> str:
     return "\n\n".join(["Notes:", *(f"{name}: {text.strip()}" for name, text in notes)])
 
 
-def synthesis_messages(question: str, reader: Specialist, notes: Sequence[tuple[str, str]]) -> list[Message]:
+def synthesis_messages(
+    question: str, reader: Specialist, notes: Sequence[tuple[str, str]], earlier: Sequence[Message] = ()
+) -> list[Message]:
     """The chat for the one who joins `notes`, pairs of a name and a text. It begins as the agents' chats do."""
-    content = f"{question}\n\n{notes_text(notes)}\n\n{reader.task}"
-    return [{"role": "system", "content": RULES}, {"role": "user", "content": content}]
+    return swarm_messages(f"{question}\n\n{notes_text(notes)}", reader, earlier)
 
 
 class Swarm:
@@ -101,7 +106,7 @@ class Swarm:
     else being equal. With a `synthesis` one more agent reads what the others wrote, once they have ended; its card is
     not among `cards`. Without `sharing` each agent has a namespace of its own, so that no prefix is found
     or left; with it, prefixes are shared inside `namespace`. `deadline_s` is that of each agent, from when it is
-    submitted.
+    submitted. `earlier` are turns of a conversation that the question goes on from; every prompt begins with them.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class Swarm:
         sharing: bool = True,
         deadline_s: float | None = None,
         namespace: Namespace | None = None,
+        earlier: Sequence[Message] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises `InvalidRequestError` for a question without text."""
@@ -126,6 +132,7 @@ class Swarm:
         self.graph = Graph(RULES, name="swarm", namespace=namespace)
         self.serial, self.sharing, self.deadline_s = serial, sharing, deadline_s
         self._sampling = sampling
+        self._earlier = tuple(earlier)
         self._clock = clock
         self._card_of: dict[str, Card] = {}  # by the id of its node
         self._node_of: dict[Card, Node] = {}
@@ -221,7 +228,7 @@ class Swarm:
         inputs: dict[str, Any] = {"question": self._question}
         inputs |= {f"task_{number}": card.specialist.task for number, card in enumerate(self.cards)}
         try:
-            async with self.graph.start(engine, **inputs) as self._run:
+            async with self.graph.start(engine, earlier=self._earlier, **inputs) as self._run:
                 for card in self.everyone:
                     if card.finished and card in self._node_of:  # aborted before it began
                         self._run.discard(self._node_of[card])
@@ -274,7 +281,7 @@ class Swarm:
         longest = max(len(text) for _, text in notes)
         while True:
             cut = [(name, text[:longest]) for name, text in notes]
-            request = Request(messages=synthesis_messages(self._question, reader, cut))
+            request = Request(messages=synthesis_messages(self._question, reader, cut, self._earlier))
             if longest == 0 or len(engine.tokenize(request)) <= limit:
                 return cut
             longest = longest * 2 // 3

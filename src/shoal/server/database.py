@@ -39,6 +39,13 @@ _MIGRATIONS = (
     );
     CREATE INDEX items_of ON items (conversation, place);
     """,
+    """
+    ALTER TABLE runs ADD COLUMN thread TEXT NOT NULL DEFAULT '';
+    ALTER TABLE runs ADD COLUMN turn INTEGER NOT NULL DEFAULT 1;
+    ALTER TABLE runs ADD COLUMN totals TEXT NOT NULL DEFAULT 'null';
+    UPDATE runs SET thread = id;
+    CREATE INDEX runs_by_thread ON runs (thread, turn);
+    """,
 )
 """Script n brings a file of version n to n + 1; the version is the file's `user_version`."""
 

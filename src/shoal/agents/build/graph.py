@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from shoal.agents.run.events import GraphEvent, GraphResult
     from shoal.agents.run.run import Run
     from shoal.agents.trace.trace import Trace
+    from shoal.types import Message
 
-RESERVED = ("engine", "trace", "task_id", "deadline_s", "seed", "checkpoint", "resumed")
+RESERVED = ("engine", "trace", "task_id", "deadline_s", "seed", "earlier", "checkpoint", "resumed")
 
 
 class GraphBuilder:
@@ -225,6 +226,7 @@ class Graph(GraphBuilder):
         task_id: str | None = None,
         deadline_s: float | None = None,
         seed: int | None = None,
+        earlier: Sequence[Message] = (),
         checkpoint: str | Path | None = None,
         resumed: bool = False,
         **inputs: Any,
@@ -232,8 +234,9 @@ class Graph(GraphBuilder):
         """A run, to be used with `async with`: iterate over it for events, add nodes to it, cancel nodes of it.
 
         `task_id` names the run in traces and towards the engine, unique among the runs under way; `seed` makes it
-        repeatable. What has ended is kept in the new file `checkpoint`; with `resumed` that file is there, and only
-        what is left is done. Raises `GraphError` for missing or unknown inputs, and as `check`; `CheckpointError`.
+        repeatable; `earlier` are turns of a conversation that all prompts go on from, after the shared part and before
+        what is their own. What has ended is kept in the new file `checkpoint`; with `resumed` that file is there, and
+        only what is left is done. Raises `GraphError` for missing or unknown inputs, and as `check`; `CheckpointError`.
         """
         from shoal.agents.run.run import Run
 
@@ -245,6 +248,7 @@ class Graph(GraphBuilder):
             task_id=task_id,
             deadline_s=deadline_s,
             seed=seed,
+            earlier=earlier,
             checkpoint=None if checkpoint is None else Path(checkpoint),
             resumed=resumed,
         )

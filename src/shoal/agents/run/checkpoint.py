@@ -13,7 +13,7 @@ added them and in which order. Records, after the first one:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shoal.agents.build.node import Node
     from shoal.types import Message
 
-_VERSION = 1
+_VERSION = 2
 _GIVEN = (State.DONE, State.DEFAULTED)
 
 
@@ -43,6 +43,7 @@ class Past:
     task_id: str
     seed: int
     inputs: dict[str, Any]
+    earlier: tuple[Message, ...] = ()
     used_s: float = 0.0
     ended: dict[str, Record] = field(default_factory=dict)
     added: dict[str, Record] = field(default_factory=dict)
@@ -57,7 +58,15 @@ class Checkpoint:
     Invariant: a node's end is on the disk before anything else of the run knows of it. Without a path nothing is kept.
     """
 
-    def __init__(self, graph: Graph, path: Path | None, *, resumed: bool, inputs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        path: Path | None,
+        *,
+        resumed: bool,
+        inputs: Mapping[str, Any],
+        earlier: Sequence[Message] = (),
+    ) -> None:
         """With `resumed` the file is read. CheckpointError when it is not of this graph and these inputs."""
         self._graph = graph
         self._path = path
@@ -65,7 +74,7 @@ class Checkpoint:
         self._messages: dict[str, int] = {}  # each that is on the disk, and its number there
         self._counts: dict[str | None, int] = {}  # how many nodes each rule has added in this run
         self._began = 0.0
-        self.past = Past("", 0, dict(inputs))
+        self.past = Past("", 0, dict(inputs), tuple(earlier))
         if resumed and path is not None:
             self._journal, records = Journal.resume(path)
             try:
@@ -82,7 +91,8 @@ class Checkpoint:
         if self._journal is None and self._path is not None:
             inputs = {name: _held(value) for name, value in self.past.inputs.items()}
             first = {"kind": "run", "version": _VERSION, "graph": self._graph.name, "task_id": task_id, "seed": seed}
-            self._journal = Journal.begin(self._path, {**first, "sums": graph_sums(self._graph), "inputs": inputs})
+            given = {"sums": graph_sums(self._graph), "inputs": inputs, "earlier": list(self.past.earlier)}
+            self._journal = Journal.begin(self._path, {**first, **given})
 
     @property
     def error(self) -> CheckpointError | None:
@@ -113,7 +123,7 @@ class Checkpoint:
         first = records[0]
         messages: list[Message] = []
         kept = {name: value["value"] for name, value in first["inputs"].items() if "value" in value}
-        past = Past(first["task_id"], first["seed"], {**kept, **inputs})
+        past = Past(first["task_id"], first["seed"], {**kept, **inputs}, tuple(first["earlier"]))
         for record in records[1:]:
             past.used_s = max(past.used_s, record.get("at_s", 0.0))
             if record["kind"] == "message":

@@ -2,6 +2,7 @@
 
 ```
 system   shared rules and context                   the same for every agent of the graph
+...      earlier turns of a conversation            the same for every agent of the run
 user     outputs that agents with other roles read too
          role
          outputs that only this role reads
@@ -34,7 +35,8 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parts of one prompt, in order. `history` are the messages that the prompt goes on from, if it does."""
+    """The parts of one prompt, in order. `earlier` are the turns before the run, the same in all of its prompts;
+    `history` is the whole chat that the prompt goes on from, if it does."""
 
     shared: str
     common: tuple[Section, ...]
@@ -42,6 +44,7 @@ class Layout:
     own: tuple[Section, ...]
     task: str
     history: tuple[Message, ...] = ()
+    earlier: tuple[Message, ...] = ()
 
     def messages(self) -> list[Message]:
         """The chat; every section must have its text."""
@@ -83,4 +86,4 @@ class Layout:
         if self.history:
             return [*self.history, message]
         rules: list[Message] = [{"role": "system", "content": self.shared}] if self.shared else []
-        return [*rules, message]
+        return [*rules, *self.earlier, message]

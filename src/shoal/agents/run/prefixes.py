@@ -105,8 +105,9 @@ class PrefixKeeper:
             shared = shared_text(self._run)
         except GraphError:  # the nodes will say so
             return
-        if shared:
-            self._keep(None, Layout(shared, (), "", (), "").beginnings(), 0, compute=False)
+        earlier = self._run.earlier
+        if shared or earlier:
+            self._keep(None, Layout(shared, (), "", (), "", earlier=earlier).beginnings(), 0, compute=False)
 
     def started(self, node: Node) -> None:
         """Its own beginning is needed now; those of its dependants while it writes."""

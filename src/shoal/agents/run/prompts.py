@@ -61,6 +61,7 @@ def layout_of(
         own=tuple(s for need in needs if need not in common for s in _sections(books, need)),
         task="" if ahead else render(agent.task, lookup),
         history=history,
+        earlier=books.earlier,
     )
 
 

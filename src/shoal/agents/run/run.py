@@ -53,17 +53,19 @@ class Run(RunState):
         task_id: str | None,
         deadline_s: float | None,
         seed: int | None,
+        earlier: Sequence[Message],
         checkpoint: Path | None,
         resumed: bool,
     ) -> None:
         graph.check()
         check_seconds("deadline_s", deadline_s)
-        if resumed and (checkpoint is None or seed is not None or task_id is not None):
-            raise GraphError("a resumed run has its seed and task_id from its checkpoint", hint="give checkpoint alone")
-        self.checkpoint = Checkpoint(graph, checkpoint, resumed=resumed, inputs=inputs)
+        if resumed and (checkpoint is None or seed is not None or task_id is not None or earlier):
+            message = "a resumed run has its seed, task_id and earlier turns from its checkpoint"
+            raise GraphError(message, hint="give checkpoint alone")
+        self.checkpoint = Checkpoint(graph, checkpoint, resumed=resumed, inputs=inputs, earlier=earlier)
         past = self.checkpoint.past
         check_inputs(graph, past.inputs)
-        super().__init__(graph, past.inputs)
+        super().__init__(graph, past.inputs, past.earlier)
         self.engine = engine
         self.task_id = past.task_id if resumed else task_id_of(graph, task_id)
         self.seed = past.seed if resumed else secrets.randbits(62) if seed is None else seed

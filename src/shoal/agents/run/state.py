@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.agents.build.graph import Graph, GraphBuilder
 from shoal.agents.build.node import Input, Node, NodeLike, Ref, Source
 from shoal.agents.build.schema import pick
 from shoal.agents.run.events import Outcome, State
 from shoal.errors import GraphError
+
+if TYPE_CHECKING:
+    from shoal.types import Message
 
 _GIVEN = (State.DONE, State.DEFAULTED)
 
@@ -22,9 +25,10 @@ class RunState(GraphBuilder):
     once. Who runs is `Run`'s business.
     """
 
-    def __init__(self, graph: Graph, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, graph: Graph, inputs: Mapping[str, Any], earlier: tuple[Message, ...] = ()) -> None:
         super().__init__()
         self.graph = graph
+        self.earlier = earlier  # turns before this run, which all its prompts go on from
         self.inputs = dict(inputs)
         self.open: dict[Node, int] = {}
         self._outcomes: dict[Node, Outcome] = {}

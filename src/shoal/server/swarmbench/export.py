@@ -11,7 +11,13 @@ def to_markdown(run: Document) -> str:
     """Question, cards and numbers, for reading elsewhere."""
     model, together = run["model"], run["together"]
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run["created"]))
-    parts = [f"# {run['title']}", run["question"], f"*{when}, {model['name']} ({model['precision']}), {run['state']}*"]
+    parts = [f"# {run['title']}"]
+    for turn in run["earlier"]:
+        parts += [f"## {turn['question']}", turn["answer"]]
+    parts += [
+        f"## {run['question']}" if run["earlier"] else run["question"],
+        f"*{when}, {model['name']} ({model['precision']}), {run['state']}*",
+    ]
     for card in together["cards"]:
         facts = f"{card['state']}, {card['tokens']} tokens, {card['tokens_per_s']} tok/s"
         if card["ttft_ms"] is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.processes import is_alive, this_process
 from shoal.server.database import Database
+from shoal.server.swarmbench.record import totals
 
-_ROW = "id, title, question, model, created, state"
+_ROW = ("id", "title", "question", "model", "created", "state", "thread", "turn", "totals")
 INTERRUPTED = "the server stopped before the run had ended"
 
 
@@ -32,31 +34,60 @@ class History:
         values = (
             document["id"], document["title"], document["question"], document["model"]["name"], document["created"],
             document["state"], self._owner, texts, json.dumps(document, ensure_ascii=False),
+            document["thread"], document["turn"], json.dumps(totals(document)),
         )  # fmt: skip
         with self._file.transaction() as db:
             db.execute(
-                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
-                " state = excluded.state, texts = excluded.texts, document = excluded.document",
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                " state = excluded.state, texts = excluded.texts, document = excluded.document,"
+                " totals = excluded.totals",
                 values,
             )
 
     def search(self, query: str = "", limit: int = 50, offset: int = 0) -> list[dict[str, Any]]:
         """Runs whose title, question or texts hold every word of `query`, newest first, without their cards."""
-        words = query.split()
-        clause = " AND ".join([r"(title || char(10) || question || char(10) || texts) LIKE ? ESCAPE '\'"] * len(words))
-        where = f"WHERE {clause}" if words else ""
-        values = [f"%{_escaped(word)}%" for word in words]
+        where, values = _having(query)
+        return self._rows(
+            _ROW, f"FROM runs WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?", [*values, limit, offset]
+        )
+
+    def threads(self, query: str = "", limit: int = 50, offset: int = 0) -> list[dict[str, Any]]:
+        """Threads with a run that `search` would find: the one of the latest turn first.
+
+        `id` is the thread's, `first` and `title` are of its first turn, `last` and the rest of its latest one.
+        """
+        where, values = _having(query)
+        first = "FROM runs AS one WHERE one.thread = runs.thread ORDER BY turn, created LIMIT 1)"
+        columns = {
+            "id": "thread", "first": f"(SELECT id {first}", "title": f"(SELECT title {first}", "last": "id",
+            "turns": "count(*)", "created": "max(created)", "model": "model", "state": "state", "totals": "totals",
+        }  # fmt: skip
+        # With max() the other columns are those of the row that has it: SQLite says so.
+        text = (
+            f"FROM runs WHERE thread IN (SELECT thread FROM runs WHERE {where}) GROUP BY thread"
+            " ORDER BY max(created) DESC, thread LIMIT ? OFFSET ?"
+        )
+        rows = self._rows(tuple(columns.values()), text, [*values, limit, offset])
+        return [dict(zip(columns, row.values(), strict=True)) for row in rows]
+
+    def thread(self, thread_id: str) -> list[dict[str, Any]]:
+        """The runs of a thread, in order, without their cards."""
+        return self._rows(_ROW, "FROM runs WHERE thread = ? ORDER BY turn, created", [thread_id])
+
+    def _rows(self, columns: Sequence[str], text: str, values: Sequence[object]) -> list[dict[str, Any]]:
         with self._file.reading() as db:
-            rows = db.execute(
-                f"SELECT {_ROW} FROM runs {where} ORDER BY created DESC, id LIMIT ? OFFSET ?", [*values, limit, offset]
-            ).fetchall()
-        return [dict(zip(_ROW.split(", "), row, strict=True)) for row in rows]
+            rows = db.execute(f"SELECT {', '.join(columns)} {text}", values).fetchall()
+        found = [dict(zip(columns, row, strict=True)) for row in rows]
+        return [{**row, "totals": json.loads(row["totals"])} for row in found]
 
     def get(self, run_id: str) -> dict[str, Any] | None:
         """The record of a run, or None."""
         with self._file.reading() as db:
-            row = db.execute("SELECT title, document FROM runs WHERE id = ?", (run_id,)).fetchone()
-        return None if row is None else {**json.loads(row[1]), "title": row[0]}
+            row = db.execute("SELECT title, thread, turn, document FROM runs WHERE id = ?", (run_id,)).fetchone()
+        if row is None:
+            return None
+        place = {"thread": row[1], "turn": row[2]}  # a run of an earlier version does not tell
+        return {"earlier": [], "left_out": 0, **json.loads(row[3]), **place, "title": row[0]}
 
     def rename(self, run_id: str, title: str) -> bool:
         """Give a run another title; False when there is no such run."""
@@ -93,6 +124,13 @@ class History:
             with self._file.transaction() as db:
                 values = (json.dumps(document, ensure_ascii=False), run_id)
                 db.execute("UPDATE runs SET state = 'failed', document = ? WHERE id = ?", values)
+
+
+def _having(query: str) -> tuple[str, list[str]]:
+    """The condition that a run's title, question or texts hold every word, and its values."""
+    words = query.split()
+    clauses = [r"(title || char(10) || question || char(10) || texts) LIKE ? ESCAPE '\'"] * len(words)
+    return " AND ".join(clauses) or "1", [f"%{_escaped(word)}%" for word in words]
 
 
 def _escaped(word: str) -> str:

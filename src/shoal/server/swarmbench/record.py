@@ -1,7 +1,9 @@
 """The record of a run as a document, and the frames by which it grows. The page applies the same frames.
 
-{"id", "title", "question", "model", "created", "state", "note", "settings",
+{"id", "title", "question", "model", "created", "state", "note", "settings", "thread", "turn", "earlier", "left_out",
  "together": phase, "one_by_one": phase or null, "same_texts", "single_tokens_per_s"}
+Of a thread it has the id, the number of its turn, and the turns before (`turns.turn_of`); the prompts are without the
+first `left_out` of these.
 phase: {"cards": [card], "steps": [row], "summary"}     (rows: `swarm_steps.Row`)
 frame: {"phase", "cards": [changes and "more" text], "steps": [more rows], "summary"}, or {"end": {...}}
 """
@@ -84,6 +86,16 @@ def _why(result: Result) -> str | None:
     if result.finish_reason is FinishReason.TIMEOUT:
         return "its deadline passed"
     return None if result.error is None else str(result.error)
+
+
+def totals(document: Document) -> Document | None:
+    """What the line that closes a run says of its agents; None when nothing ran."""
+    summary = document["together"]["summary"]
+    if summary is None:
+        return None
+    agents = len(document["together"]["cards"]) - document["settings"]["synthesis"]
+    names = ("tokens", "wall_s", "prompt_tokens", "cached_tokens")
+    return {"agents": agents, **{name: summary.get(name, 0) for name in names}}
 
 
 def phase_summary(summary: Summary, log: StepLog) -> Document:

@@ -41,6 +41,7 @@ def add_page(app: FastAPI, api: Api) -> None:
     _page_routes(app, api, runs)
     _run_routes(app, api, runs)
     _history_routes(app, runs)
+    _thread_routes(app, runs)
     _storage_routes(app, Storage(api.hub), runs)
 
 
@@ -113,8 +114,9 @@ def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
             deadline_s=api.config.request_timeout_s,
             caller=api.caller(http),
         )
-        run = await runs.start(order, body.model)
-        return {"id": run.id, "title": run.document["title"], "seed": order.seed}
+        run = await runs.start(order, body.model, body.after)
+        told = {name: run.document[name] for name in ("id", "title", "thread", "turn")}
+        return {**told, "seed": order.seed}
 
     @app.get("/swarmbench/runs/{run_id}/events")
     async def events(
@@ -154,6 +156,23 @@ def _history_routes(app: FastAPI, runs: SwarmRuns) -> None:
     async def delete(run_id: str) -> dict[str, Any]:
         await runs.delete(run_id)
         return {"id": run_id, "deleted": True}
+
+
+def _thread_routes(app: FastAPI, runs: SwarmRuns) -> None:
+    @app.get("/swarmbench/threads")
+    async def threads(
+        q: Annotated[str, Query(max_length=200)] = "", limit: Limit = 50, offset: Offset = 0
+    ) -> dict[str, Any]:
+        return {"object": "list", "data": await runs.threads(q, limit, offset)}
+
+    @app.get("/swarmbench/threads/{thread_id}")
+    async def thread(thread_id: str) -> dict[str, Any]:
+        return {"object": "list", "data": await runs.thread(thread_id)}
+
+    @app.delete("/swarmbench/threads/{thread_id}")
+    async def delete_thread(thread_id: str) -> dict[str, Any]:
+        await runs.delete_thread(thread_id)
+        return {"id": thread_id, "deleted": True}
 
 
 def _storage_routes(app: FastAPI, storage: Storage, runs: SwarmRuns) -> None:

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal.agents.cards import CardState, Specialist
@@ -20,6 +20,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import ShoalError
 from shoal.server.swarmbench.record import Document, apply, card_numbers, new_phase, phase_summary
 from shoal.server.swarmbench.steps import StepLog, single_stream_rate
+from shoal.server.swarmbench.turns import Thread
 from shoal.types import Namespace, Result, StepRecord
 
 _FRAME_S = 1 / 60  # what a screen shows; tokens that come together travel together
@@ -44,10 +45,12 @@ class SwarmOrder:
     sharing: bool
     deadline_s: float | None = None
     caller: str = ""
+    thread: Thread = field(default_factory=Thread)
 
     def settings(self) -> dict[str, Any]:
-        """What is not the question, the team and whose run it is."""
-        return {name: value for name, value in asdict(self).items() if name not in ("question", "team", "caller")}
+        """What is not the question, the team, its thread and whose run it is."""
+        left_out = ("question", "team", "caller", "thread")
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
 
 
 @dataclass(slots=True)
@@ -93,6 +96,7 @@ class SwarmRun:
             "state": "running",
             "note": None,
             "settings": order.settings(),
+            **order.thread.facts(self.id),
             "together": new_phase([card.specialist for card in self._together.swarm.everyone]),
             "one_by_one": None,
             "same_texts": None,
@@ -155,6 +159,7 @@ class SwarmRun:
             sharing=order.sharing,
             deadline_s=order.deadline_s,
             namespace=Namespace(agent=order.caller),
+            earlier=order.thread.messages(),
         )
         log = StepLog(swarm.everyone, len(swarm.cards), self._engine.spec.block_bytes, time.perf_counter())
         return _Phase(name, swarm, log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from shoal.errors import HistoryError
@@ -15,6 +16,7 @@ from shoal.server.logs import logger
 from shoal.server.swarmbench.history import History
 from shoal.server.swarmbench.record import Document, frozen
 from shoal.server.swarmbench.run import SwarmOrder, SwarmRun
+from shoal.server.swarmbench.turns import Thread, fitting, thread_after
 
 MAX_RUNNING = 8  # each may have eight agents; more only wait for each other
 _KEPT = 16  # runs in memory that have ended: a page may come back for its last frames
@@ -42,13 +44,21 @@ class SwarmRuns:
                 self._history = await asyncio.to_thread(History, self._api.config.history)
         return self._history
 
-    async def start(self, order: SwarmOrder, model: str | None) -> SwarmRun:
-        """Begin a run. ApiError when there are too many or no model serves; `InvalidRequestError`."""
+    async def start(self, order: SwarmOrder, model: str | None, after: str | None = None) -> SwarmRun:
+        """Begin a run, `after` another one of the same thread.
+
+        ApiError when there are too many, no model serves, or that other one is not there or goes on;
+        `InvalidRequestError`.
+        """
+        thread = None if after is None else await self._thread(after)
         running = sum(not run.finished for run in self._runs.values())
         if running >= MAX_RUNNING:
             raise ApiError(429, f"{running} swarms run already", code="queue_full", headers={"Retry-After": "2"})
         served = self._api.hub.acquire(model)
         try:
+            if thread is not None:
+                thread = await asyncio.to_thread(fitting, served.engine, thread, order.question, order.team)
+                order = replace(order, thread=thread)
             run = SwarmRun(order, served.engine, served.name, lambda run: self._ended(run, served))
         except BaseException:
             self._api.hub.release(served)
@@ -58,6 +68,12 @@ class SwarmRuns:
         self._keeping[run.id] = asyncio.create_task(self._keep(run))
         self._keeping[run.id].add_done_callback(lambda task: self._keeping.pop(run.id))  # noqa: ARG005
         return run
+
+    async def _thread(self, after: str) -> Thread:
+        document = await self.record(after)
+        if document["state"] == "running":
+            raise ApiError(409, "the run has not ended: a question after it has to wait", code="run_in_progress")
+        return thread_after(document)
 
     def _ended(self, run: SwarmRun, served: Served) -> None:
         self._api.hub.release(served)
@@ -109,6 +125,26 @@ class SwarmRuns:
         """Runs of the history, newest first, without their cards."""
         history = await self.history()
         return await asyncio.to_thread(history.search, query, limit, offset)
+
+    async def threads(self, query: str, limit: int, offset: int) -> list[Document]:
+        """Conversations with a run that `search` would find, the latest first."""
+        history = await self.history()
+        return await asyncio.to_thread(history.threads, query, limit, offset)
+
+    async def thread(self, thread_id: str) -> list[Document]:
+        """The turns of a conversation, in order, without their cards. ApiError 404."""
+        turns = await asyncio.to_thread((await self.history()).thread, thread_id)
+        if not turns:
+            raise ApiError(404, f"there is no thread {thread_id!r}", code="thread_not_found")
+        return turns
+
+    async def delete_thread(self, thread_id: str) -> None:
+        """Forget a conversation. ApiError 404, 409 while a turn goes on: then none is deleted."""
+        turns = [turn["id"] for turn in await self.thread(thread_id)]
+        if any(turn in self._runs and not self._runs[turn].finished for turn in turns):
+            raise ApiError(409, "a turn has not ended; stop it first", code="run_in_progress")
+        for turn in turns:
+            await self.delete(turn)
 
     async def size(self) -> tuple[int, int]:
         """How many runs the history has, and its bytes on disk; zeros when it cannot be read."""

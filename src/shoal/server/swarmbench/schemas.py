@@ -24,9 +24,10 @@ class OrderedAgent(Strict):
 
 
 class SwarmRequest(Strict):
-    """`POST /swarmbench/runs`: a question and who answers it."""
+    """`POST /swarmbench/runs`: a question and who answers it; `after`: the run that it goes on from."""
 
     model: str | None = None
+    after: Annotated[str, Field(max_length=64)] | None = None
     question: Annotated[str, Field(min_length=1, max_length=20_000)]
     agents: Annotated[list[OrderedAgent], Field(min_length=1, max_length=MAX_AGENTS)]
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 160

@@ -1,6 +1,6 @@
 // The message box: the question, how many answer, and who.
 
-import { $, make, say } from "./dom.js";
+import { $, make } from "./dom.js";
 import { choose, prefs } from "./prefs.js";
 
 let builtIn = [];
@@ -89,17 +89,11 @@ export function setUpComposer(specialists, send, stop) {
   $("question").onkeydown = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      if (!$("send").disabled) send();
+      send();
     }
   };
   $("send").onclick = send;
   $("stop").onclick = stop;
-}
-
-/** What the buttons offer while a run goes on, and when none does. */
-export function showRunning(running) {
-  $("stop").hidden = !running;
-  say($("send"), running ? "Ask next" : "Ask");
 }
 
 export function clearQuestion() {

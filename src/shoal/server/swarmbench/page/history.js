@@ -1,9 +1,9 @@
-// The history: search, open, rename, delete, export.
+// The history: threads are searched, opened at their latest turn, renamed, deleted, exported.
 
 import { call } from "./api.js";
 import { $, ask, make } from "./dom.js";
 import { choose, prefs } from "./prefs.js";
-import { runLine } from "./run.js";
+import { threadLine } from "./run.js";
 
 const PAGE = 50;
 let current = null;
@@ -11,7 +11,7 @@ let open = () => {};
 let failed = () => {};
 let asked = 0;
 
-/** `openRun(id)` shows a run, `gone(id)` is told of one that was deleted, `complain` gets errors. */
+/** `openRun(id)` shows a run, `gone(thread)` is told of one that was deleted, `complain` gets errors. */
 export function setUpHistory({ openRun, gone, complain }) {
   open = openRun;
   failed = complain;
@@ -45,7 +45,7 @@ function toggle(shown) {
   }
 }
 
-/** Mark which run is on the screen. */
+/** Mark which thread is on the screen. */
 export function markCurrent(id) {
   current = id;
   for (const item of $("runs").children) item.classList.toggle("current", item.dataset.id === id);
@@ -57,7 +57,7 @@ export async function refreshHistory() {
   const mine = ++asked;
   try {
     const query = encodeURIComponent($("search").value.trim());
-    const { data } = await call("GET", `/swarmbench/runs?q=${query}&limit=${PAGE}`);
+    const { data } = await call("GET", `/swarmbench/threads?q=${query}&limit=${PAGE}`);
     if (mine !== asked) return; // a later search was faster
     $("runs").replaceChildren(...data.map(item));
     $("runs-none").hidden = data.length > 0;
@@ -67,13 +67,13 @@ export async function refreshHistory() {
   }
 }
 
-function item(run) {
+function item(thread) {
   const act = (name, label, title) =>
-    make("button", { type: "button", className: "text", dataset: { act: name }, attributes: { "aria-label": `${title} ${run.title}` } }, label);
+    make("button", { type: "button", className: "text", dataset: { act: name }, attributes: { "aria-label": `${title} ${thread.title}` } }, label);
   return make(
     "li",
-    { dataset: { id: run.id, title: run.title } },
-    make("button", { type: "button", className: "open", dataset: { act: "open" } }, make("span", { className: "title" }, run.title), runLine(run)),
+    { dataset: { id: thread.id, first: thread.first, last: thread.last, title: thread.title } },
+    make("button", { type: "button", className: "open", dataset: { act: "open" } }, make("span", { className: "title" }, thread.title), threadLine(thread)),
     make(
       "div",
       { className: "acts" },
@@ -85,23 +85,23 @@ function item(run) {
   );
 }
 
-async function perform(act, { id, title }, gone) {
+async function perform(act, { id, first, last, title }, gone) {
   if (act === "open") {
     if (window.innerWidth <= 900) toggle(false);
-    await open(id);
+    await open(last);
   } else if (act === "rename") {
     const buttons = [{ label: "Cancel", value: null }, { label: "Rename", value: true, kind: "primary" }];
     const fresh = await ask({ title: "Rename", buttons, field: { label: "Title", value: title } });
-    if (fresh) await call("PATCH", `/swarmbench/runs/${id}`, { title: fresh });
+    if (fresh) await call("PATCH", `/swarmbench/runs/${first}`, { title: fresh });
     await refreshHistory();
   } else if (act === "delete") {
     const buttons = [{ label: "Keep", value: null }, { label: "Delete", value: true, kind: "danger" }];
-    if (!(await ask({ title: "Delete this run?", text: title, buttons }))) return;
-    await call("DELETE", `/swarmbench/runs/${id}`);
+    if (!(await ask({ title: "Delete this thread?", text: title, buttons }))) return;
+    await call("DELETE", `/swarmbench/threads/${id}`);
     gone(id);
     await refreshHistory();
   } else {
-    const told = await call("GET", `/swarmbench/runs/${id}?form=${act}`);
+    const told = await call("GET", `/swarmbench/runs/${last}?form=${act}`);
     const text = act === "json" ? JSON.stringify(told, null, 2) : told;
     save(text, `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.${act === "json" ? "json" : "md"}`);
   }

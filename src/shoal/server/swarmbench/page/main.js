@@ -1,13 +1,14 @@
 // The page: ties its parts together and keeps in touch with the server.
 
 import { ApiError, Unreachable, call, onKeyWanted } from "./api.js";
-import { chosen, clearQuestion, setUpComposer, showRunning } from "./composer.js";
+import { chosen, clearQuestion, setUpComposer } from "./composer.js";
 import { $, announce, ask, closable, make, say } from "./dom.js";
 import { markCurrent, refreshHistory, setUpHistory } from "./history.js";
 import { setUpModels, showState } from "./models.js";
 import { prefs } from "./prefs.js";
 import { RunView } from "./run.js";
 import { applyTheme, setUpSettings, showEngine } from "./settings.js";
+import { showThread } from "./turns.js";
 
 const POLL_MS = 2500;
 const RETRY_MS = [250, 500, 1000, 2000, 3000];
@@ -102,16 +103,23 @@ async function afterRestart() {
 }
 
 function runChanged(run, again) {
-  showRunning(view.running);
+  showButtons();
+  showThread(true);
   $("welcome").hidden = true;
   document.title = `${run.title} · SwarmBench`;
   if (!again || !view.running) refreshHistory();
-  markCurrent(run.id);
+  markCurrent(run.thread);
+}
+
+/** A turn ends before the next one begins; who cannot wait begins a new thread. */
+function showButtons() {
+  $("stop").hidden = !view.running;
+  $("send").disabled = loading || view.running;
 }
 
 async function send() {
   const question = $("question").value.trim();
-  if (!question || sending || loading) {
+  if (!question || sending || $("send").disabled) {
     $("question").focus();
     return;
   }
@@ -124,6 +132,7 @@ async function send() {
     one_by_one: prefs.oneByOne,
     sharing: prefs.sharing,
   };
+  if (view.document) body.after = view.document.id;
   if (prefs.seed !== "") body.seed = prefs.seed;
   sending = true;
   try {
@@ -147,7 +156,8 @@ async function followAddress() {
     $("welcome").hidden = false;
     document.title = "SwarmBench · shoal";
     markCurrent(null);
-    showRunning(false);
+    showButtons();
+    showThread(false);
     return;
   }
   try {
@@ -165,7 +175,7 @@ function setUp(page) {
   setUpModels({
     busy(on) {
       loading = on;
-      $("send").disabled = on;
+      showButtons();
       if (!on) poll();
     },
     failed: complain,
@@ -175,14 +185,18 @@ function setUp(page) {
       if (location.hash.slice(1) === id) return followAddress();
       location.hash = id;
     },
-    gone(id) {
-      if (location.hash.slice(1) === id) location.hash = "";
+    gone(thread) {
+      if (view.document?.thread === thread) location.hash = "";
     },
     complain,
   });
   setUpSettings({ themeChanged: () => view.strip.restart(), complain });
   for (const name of ["team", "settings", "sides"]) closable($(name));
   $("banner-close").onclick = () => banner("");
+  $("fresh").onclick = () => {
+    location.hash = "";
+    $("question").focus();
+  };
   $("examples").replaceChildren(
     ...EXAMPLES.map((text) => {
       const use = () => {

@@ -4,7 +4,7 @@ import { ApiError, Unreachable, call, stream } from "./api.js";
 import { CardView, ended } from "./cards.js";
 import { $, announce, bytes, make, say, seconds } from "./dom.js";
 import { Strip } from "./strip.js";
-import { totalsLine, totalsOf } from "./turns.js";
+import { showEarlier, totalsLine, totalsOf, share } from "./turns.js";
 
 const RENDER_MS = 6; // of a frame's sixteen for texts; what does not fit waits for the next frame
 const TILES_MS = 100;
@@ -58,6 +58,7 @@ export class RunView {
     this.abort = null;
     this.document = null;
     $("run").hidden = true;
+    $("earlier").hidden = true;
   }
 
   /** Go on after a connection was lost. */
@@ -100,6 +101,8 @@ export class RunView {
     $("cards").dataset.count = agents;
     $("last").replaceChildren(...this.views.slice(agents).map((view) => view.element));
     $("run").hidden = false;
+    showEarlier(document);
+    if (!again && document.earlier.length) $("run").scrollIntoView();
     say($("run-title"), document.question);
     this.head();
     this.strip.show(document);
@@ -231,7 +234,7 @@ export class RunView {
   settle() {
     const steps = this.document.together.steps.length;
     const widest = this.document.together.summary?.widest ?? 0;
-    say($("totals"), totalsLine(totalsOf(this.document)) || "Nothing ran.");
+    say($("totals"), totalsLine(totalsOf(this.document)));
     this.strip.settle(`${steps} steps, at most ${widest} in the batch. Point at a step, or use the arrow keys, to see who was in it.`);
     this.tiles();
   }
@@ -250,8 +253,11 @@ function singleRate(steps) {
   return alone[alone.length >> 1] * 1000;
 }
 
-/** A line for the history: what a run is, and when it was. */
-export function runLine(run) {
-  const when = new Date(run.created * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short" });
-  return make("span", { className: "quiet" }, `${when} · ${run.model}${run.state === "done" ? "" : ` · ${run.state}`}`);
+/** A line for the history: what a thread is, when its latest turn was, and how much that one had not to compute. */
+export function threadLine(thread) {
+  const told = [new Date(thread.created * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short" }), thread.model];
+  if (thread.turns > 1) told.push(`${thread.turns} turns`);
+  if (share(thread.totals)) told.push(`${share(thread.totals)} reused`);
+  if (thread.state !== "done") told.push(thread.state);
+  return make("span", { className: "quiet" }, told.join(" · "));
 }
