@@ -162,13 +162,17 @@ void Pool::run(Work& work) {
     company_.note(seconds() - started, double(lost) * 1e-9);
 }
 
-// The next phase, by whoever did the last unit of the one before.
+// The next phase, by whoever did the last unit of the one before. Where there is none, `over_` is the last that is written of this run:
+// its caller may return and begin another run before this thread goes on.
 void Pool::advance() {
-    units_ = work_->open();
-    done_.store(0, std::memory_order_relaxed);
-    const uint64_t next = (word_.load(std::memory_order_relaxed) >> 32) + 1;
-    if (units_ == 0) over_ = true;
-    word_.store(next << 32 | uint64_t(units_), std::memory_order_release);
+    if (const int units = work_->open(); units > 0) {
+        units_ = units;
+        done_.store(0, std::memory_order_relaxed);
+        const uint64_t next = (word_.load(std::memory_order_relaxed) >> 32) + 1;
+        word_.store(next << 32 | uint64_t(units), std::memory_order_release);
+    } else {
+        over_ = true;
+    }
     opened_.fetch_add(1);
     if (sleepers_.load() > 0) opened_.notify_all();
 }
