@@ -194,7 +194,7 @@ def _bars(into: Path, total: int, progress: Progress) -> type:
     """
     from huggingface_hub import utils
 
-    tqdm: Any = utils.tqdm  # its types are not told
+    tqdm: Any = vars(utils)["tqdm"]  # its types are not told
 
     class Bars(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **settings: Any) -> None:
