@@ -56,12 +56,13 @@ def test_the_page_finds_a_server_that_was_killed_and_started_again(page: Page, h
         server.wait(10)
     expect(page.locator("#connection-text")).to_have_text(re.compile("no connection|connection lost"))
     with serving(port, home):
-        expect(page.locator("#banner-text")).to_have_text(re.compile("The server was restarted. The run was cut off"))
+        expect(page.locator("#banner-text")).to_have_text(re.compile("The server was restarted. The run goes on"))
         expect(page.locator("#connection-text")).to_have_text("connected")
         assert bench.run_id == run
+        bench.wait_writing(6)
+        page.get_by_role("button", name="Stop all").click()
         bench.wait_end()
-        assert "failed" in bench.states()
-        assert any(len(text) > 20 for text in bench.texts()), "what had been saved is shown"
+        assert "failed" not in bench.states()
         page.evaluate("localStorage.shoal = JSON.stringify({ maxTokens: 8 })")
         page.reload()
         bench.ask(f"{QUESTION} Again?")

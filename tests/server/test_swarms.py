@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 from shoal.runners.fake import FakeRunner
 from shoal.server.errors import ApiError
+from shoal.server.swarmbench.history import History
 from shoal.server.swarmbench.record import apply, totals
 from shoal.server.swarmbench.turns import MAX_TURNS, thread_after
 from tests.support.live import Live, error_of, toy
@@ -294,16 +297,79 @@ def test_a_run_that_goes_on_cannot_be_deleted(slow: Live) -> None:
     events(slow, run)
 
 
-def test_runs_are_there_after_a_restart(tmp_path: Path) -> None:
-    with Live(toy(step_s=0.01), history=tmp_path / "history.db", drain_s=0.2) as first:
+def test_a_run_that_a_stop_cut_off_goes_on_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    order = {"max_tokens": 60, "seed": 3}
+    with Live(toy()) as whole:
+        never_stopped = finished(whole, begin(whole, **order))
+    with Live(toy(step_s=0.01), history=path, drain_s=0.1) as first:
         done = begin(first, max_tokens=4)
         finished(first, done)
-        cut = begin(first, max_tokens=2000)
-        next(follow(first, cut))
-    with Live(toy(), history=tmp_path / "history.db") as second:
+        cut = begin(first, **order)
+        stopped = False
+        for _, name, data in follow(first, cut):  # until one agent has ended
+            assert name != "end"
+            if any(card["state"] == "done" for card in data.get("cards", ())):
+                stopped = True
+                break
+        assert stopped
+        kept = path.with_suffix(".runs") / cut
+        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    history = History(path)
+    left = history.get(cut)
+    history.close()
+    assert left is not None
+    assert left["state"] == "running"
+    assert kept.exists()
+    ended = [number for number, card in enumerate(left["together"]["cards"]) if card["state"] == "done"]
+    assert 0 < len(ended) < 9
+    with Live(toy(), history=path) as second:
+        told = finished(second, cut)
         assert record(second, done)["state"] == "done"
-        assert record(second, cut)["state"] in ("cancelled", "failed")
-        assert [name for _, name, _ in events(second, cut)] == ["snapshot", "end"]
+        deadline = time.monotonic() + 10
+        while kept.exists():  # it is deleted once the end is saved
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        computed = second.engine.stats().finished
+    assert told["state"] == "done"
+    cards, others = told["together"]["cards"], never_stopped["together"]["cards"]
+    assert [card["text"] for card in cards] == [card["text"] for card in others]
+    assert [card["tokens"] for card in cards] == [card["tokens"] for card in others]
+    assert computed == 9 - len(ended)  # nobody wrote twice
+    assert told["together"]["summary"]["tokens"] == never_stopped["together"]["summary"]["tokens"]
+    steps = told["together"]["steps"]
+    assert all(before[0] <= after[0] for before, after in itertools.pairwise(steps))
+
+
+def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    with Live(toy(step_s=0.01), history=path, drain_s=0.1) as first:
+        runs = [begin(first, max_tokens=500) for _ in range(3)]
+        for run in runs:
+            next(follow(first, run))
+        time.sleep(0.2)
+    kept = path.with_suffix(".runs")
+    (kept / runs[0]).unlink()
+    (kept / runs[1]).write_bytes(b"no journal")
+    with Live(toy(), history=path) as second:
+        notes = [finished(second, run)["note"] for run in runs[:2]]
+        assert "nothing was kept" in notes[0]
+        assert "is broken in record 1" in notes[1]
+        assert [record(second, run)["state"] for run in runs[:2]] == ["interrupted"] * 2
+        second.post(f"/swarmbench/runs/{runs[2]}/stop", {})
+        finished(second, runs[2])
+    with Live(toy(step_s=0.01), history=path, drain_s=0.1) as third:
+        cut = begin(third, max_tokens=500)
+        next(follow(third, cut))
+        time.sleep(0.1)
+    with Live(toy(), history=path, name="another") as fourth:
+        told = record(fourth, cut)
+        assert told["state"] == "interrupted"
+        assert "toy (" in told["note"]
+        assert "is not served any more" in told["note"]
+        assert {"failed"} <= {card["state"] for card in told["together"]["cards"]} <= {"failed", "done"}
+        fourth.wait_idle()
+    assert list(kept.iterdir()) == []
 
 
 def test_a_history_that_fails_is_told_and_stops_nobody(tmp_path: Path) -> None:

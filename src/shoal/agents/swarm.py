@@ -18,7 +18,9 @@ import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.agents.build.agent import Agent
@@ -98,6 +100,19 @@ def synthesis_messages(
     return swarm_messages(f"{question}\n\n{notes_text(notes)}", reader, earlier)
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What is known of a swarm that broke off and is resumed: how long it had run, and when its last agent had ended.
+
+    `recall` fills in the card (its place among all) of an agent that had ended; the text and the state that the
+    checkpoint has are there already.
+    """
+
+    used_s: float
+    ended_s: float
+    recall: Callable[[int, Card], None]
+
+
 class Swarm:
     """One question and its agents: builds their graph, runs it, keeps their cards, ends them.
 
@@ -107,6 +122,7 @@ class Swarm:
     not among `cards`. Without `sharing` each agent has a namespace of its own, so that no prefix is found
     or left; with it, prefixes are shared inside `namespace`. `deadline_s` is that of each agent, from when it is
     submitted. `earlier` are turns of a conversation that the question goes on from; every prompt begins with them.
+    What has ended is kept in the new file `checkpoint`; with `before` that file is there and the swarm goes on from it.
     """
 
     def __init__(
@@ -121,6 +137,8 @@ class Swarm:
         deadline_s: float | None = None,
         namespace: Namespace | None = None,
         earlier: Sequence[Message] = (),
+        checkpoint: Path | None = None,
+        before: Before | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises `InvalidRequestError` for a question without text."""
@@ -133,6 +151,7 @@ class Swarm:
         self.serial, self.sharing, self.deadline_s = serial, sharing, deadline_s
         self._sampling = sampling
         self._earlier = tuple(earlier)
+        self._checkpoint, self._before = checkpoint, before
         self._clock = clock
         self._card_of: dict[str, Card] = {}  # by the id of its node
         self._node_of: dict[Card, Node] = {}
@@ -161,6 +180,9 @@ class Swarm:
     def start(self, engine: Engine) -> None:
         """Begin, on the running event loop."""
         self._began = self._ended = self._clock()
+        if self._before is not None:
+            self._began -= self._before.used_s
+            self._ended = self._began + self._before.ended_s
         self._work = asyncio.get_running_loop().create_task(self._follow(SwarmEngine(engine, self)))
 
     async def pump(self, timeout_s: float) -> list[Card]:
@@ -193,6 +215,11 @@ class Swarm:
             if self._run is not None and card in self._node_of:
                 self._run.discard(self._node_of[card])
         self._news.set()
+
+    def interrupt(self) -> None:
+        """End the run here, and leave what has not ended to a resume from its checkpoint."""
+        if self._run is not None:
+            self._run.interrupt()
 
     def summary(self, now: float | None = None) -> Summary:
         """Numbers of the agents, without the synthesis, up to the last end or, while agents run, up to `now`."""
@@ -227,8 +254,12 @@ class Swarm:
         """Run the graph to its end. Raises the refusal of a request."""
         inputs: dict[str, Any] = {"question": self._question}
         inputs |= {f"task_{number}": card.specialist.task for number, card in enumerate(self.cards)}
+        kept: dict[str, Any] = {"checkpoint": self._checkpoint, "resumed": self._before is not None}
+        if self._before is None:
+            kept["earlier"] = self._earlier
         try:
-            async with self.graph.start(engine, earlier=self._earlier, **inputs) as self._run:
+            async with self.graph.start(engine, **kept, **inputs) as self._run:
+                self._settle()  # what had ended before: the synthesis reads it
                 for card in self.everyone:
                     if card.finished and card in self._node_of:  # aborted before it began
                         self._run.discard(self._node_of[card])
@@ -250,7 +281,11 @@ class Swarm:
             if outcome is not None:
                 card.text = outcome.text or ""
                 card.state = CardState.DONE if outcome.state is NodeState.DONE else CardState.FAILED
-                self._card_ended(card)
+                if self._before is not None and card.handle is None:
+                    self._before.recall(self.everyone.index(card), card)
+                    self._ended_cards.append(card)
+                else:
+                    self._card_ended(card)
 
     def _card_ended(self, card: Card) -> None:
         self._ended_cards.append(card)

@@ -46,6 +46,7 @@ _MIGRATIONS = (
     UPDATE runs SET thread = id;
     CREATE INDEX runs_by_thread ON runs (thread, turn);
     """,
+    "ALTER TABLE runs ADD COLUMN caller TEXT NOT NULL DEFAULT ''",
 )
 """Script n brings a file of version n to n + 1; the version is the file's `user_version`."""
 

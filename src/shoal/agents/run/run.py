@@ -63,6 +63,7 @@ class Run(RunState):
             message = "a resumed run has its seed, task_id and earlier turns from its checkpoint"
             raise GraphError(message, hint="give checkpoint alone")
         self.checkpoint = Checkpoint(graph, checkpoint, resumed=resumed, inputs=inputs, earlier=earlier)
+        self._kept = checkpoint is not None
         past = self.checkpoint.past
         check_inputs(graph, past.inputs)
         super().__init__(graph, past.inputs, past.earlier)
@@ -94,7 +95,8 @@ class Run(RunState):
     # -- living -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self.checkpoint.begin(self.task_id, self.seed)
+        if self._kept:  # a disk may be slow
+            await asyncio.to_thread(self.checkpoint.begin, self.task_id, self.seed)
         self._begun = self.checkpoint.start_clock()
         self.record({"kind": "graph", "graph": self.graph.name, "state": "begun", "deadline_s": self._deadline_s})
         self.keeper.begin()

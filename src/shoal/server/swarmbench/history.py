@@ -1,4 +1,4 @@
-"""The history of swarm runs. Runs that a dead process left unfinished are marked so when the file is next opened."""
+"""The history of swarm runs, and which of them a process that is gone has left unfinished."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from shoal.processes import is_alive, this_process
 from shoal.server.database import Database
 from shoal.server.swarmbench.record import totals
+from shoal.server.swarmbench.resumed import Resumed
 
 _ROW = ("id", "title", "question", "model", "created", "state", "thread", "turn", "totals")
-INTERRUPTED = "the server stopped before the run had ended"
 
 
 class History:
@@ -22,25 +22,23 @@ class History:
         """As `Database`."""
         self._owner = this_process()
         self._file = Database(path)
-        try:
-            self._mark_interrupted()
-        except BaseException:
-            self._file.close()
-            raise
 
-    def save(self, document: dict[str, Any]) -> None:
-        """Write a run's record over what there was of it. A title that was changed meanwhile stands."""
+    def save(self, document: dict[str, Any], caller: str = "", *, left: bool = False) -> None:
+        """Write a run's record over what there was of it. A title that was changed meanwhile stands.
+
+        `left`: this process does not go on with it; whoever comes next may take it over.
+        """
         texts = "\n".join(card["text"] for card in document["together"]["cards"])
         values = (
             document["id"], document["title"], document["question"], document["model"]["name"], document["created"],
-            document["state"], self._owner, texts, json.dumps(document, ensure_ascii=False),
-            document["thread"], document["turn"], json.dumps(totals(document)),
+            document["state"], "" if left else self._owner, texts, json.dumps(document, ensure_ascii=False),
+            document["thread"], document["turn"], json.dumps(totals(document)), caller,
         )  # fmt: skip
         with self._file.transaction() as db:
             db.execute(
-                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
                 " state = excluded.state, texts = excluded.texts, document = excluded.document,"
-                " totals = excluded.totals",
+                " totals = excluded.totals, owner = excluded.owner",
                 values,
             )
 
@@ -109,21 +107,24 @@ class History:
         """Close the file. Idempotent."""
         self._file.close()
 
-    def _mark_interrupted(self) -> None:
-        """Runs of processes that are gone will not go on."""
-        with self._file.reading() as db:
-            rows = db.execute("SELECT id, owner, document FROM runs WHERE state = 'running'").fetchall()
-        for run_id, owner, text in rows:
-            if is_alive(owner):
-                continue
-            document = json.loads(text)
-            document.update(state="failed", note=INTERRUPTED)
-            for card in document["together"]["cards"]:
-                if card["state"] in ("queued", "prefill", "decoding"):
-                    card.update(state="failed", error=INTERRUPTED)
-            with self._file.transaction() as db:
-                values = (json.dumps(document, ensure_ascii=False), run_id)
-                db.execute("UPDATE runs SET state = 'failed', document = ? WHERE id = ?", values)
+    def take_over(self) -> list[Resumed]:
+        """The runs that processes that are gone have left: they are this one's from now on. Nobody else gets them."""
+        with self._file.transaction() as db:
+            rows = db.execute("SELECT id, owner, caller FROM runs WHERE state = 'running' ORDER BY created").fetchall()
+            left = [(run_id, caller) for run_id, owner, caller in rows if not (owner and is_alive(owner))]
+            db.executemany("UPDATE runs SET owner = ? WHERE id = ?", [(self._owner, run_id) for run_id, _ in left])
+        found = [(self.get(run_id), caller) for run_id, caller in left]
+        return [Resumed(document, caller) for document, caller in found if document is not None]
+
+    def mark_interrupted(self, document: dict[str, Any], why: str) -> None:
+        """A run will not go on."""
+        cards = document["together"]["cards"]
+        for card in [card for card in cards if card["state"] in ("queued", "prefill", "decoding")]:
+            card.update(state="failed", error=why)
+        document.update(state="interrupted", note=why)
+        with self._file.transaction() as db:
+            values = (json.dumps(document, ensure_ascii=False), document["id"])
+            db.execute("UPDATE runs SET state = 'interrupted', document = ? WHERE id = ?", values)
 
 
 def _having(query: str) -> tuple[str, list[str]]:

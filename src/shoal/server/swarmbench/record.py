@@ -68,13 +68,14 @@ def card_numbers(card: Card, now: float, began: float) -> Document:
     if result is not None and result.ttft_s is not None:
         ttft = result.ttft_s
     progress = card.handle.progress() if card.handle is not None else None
+    told = progress or result  # an agent of a resumed run has no request here
     return {
         "state": "cancelled" if card.state is CardState.ABORTED else str(card.state),
         "tokens": card.tokens,
         "tokens_per_s": round(card.tokens_per_s(now), 1),
         "ttft_ms": None if ttft is None else round(ttft * 1e3, 1),
-        "prompt_tokens": 0 if progress is None else progress.prompt_tokens,
-        "cached_tokens": 0 if progress is None else progress.cached_tokens,
+        "prompt_tokens": told.prompt_tokens if told is not None else 0,
+        "cached_tokens": told.cached_tokens if told is not None else 0,
         "replica": None if progress is None else progress.replica or None,
         "finish_reason": None if result is None else str(result.finish_reason),
         "error": None if result is None else _why(result),

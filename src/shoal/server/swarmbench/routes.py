@@ -36,6 +36,8 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 def add_page(app: FastAPI, api: Api) -> None:
     """Put the page and what it calls on an application."""
     runs = SwarmRuns(api)
+    api.hub.opening.append(runs.take_up)
+    api.hub.keeping.append(runs.interrupt)
     api.hub.closing.append(runs.close)
     _file_routes(app)
     _page_routes(app, api, runs)

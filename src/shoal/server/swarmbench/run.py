@@ -12,13 +12,15 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from shoal.agents.cards import CardState, Specialist
-from shoal.agents.swarm import SYNTHESIS, Swarm, swarm_sampling
+from shoal.agents.swarm import SYNTHESIS, Before, Swarm, swarm_sampling
 from shoal.engine.engine import Engine
-from shoal.errors import ShoalError
+from shoal.errors import CheckpointError, ShoalError
 from shoal.server.swarmbench.record import Document, apply, card_numbers, new_phase, phase_summary
+from shoal.server.swarmbench.resumed import INTERRUPTED, Resumed
 from shoal.server.swarmbench.steps import StepLog, single_stream_rate
 from shoal.server.swarmbench.turns import Thread
 from shoal.types import Namespace, Result, StepRecord
@@ -71,9 +73,25 @@ class SwarmRun:
     event loop. `finished`: nothing more will come.
     """
 
-    def __init__(self, order: SwarmOrder, engine: Engine, model: str, ended: Callable[[SwarmRun], None]) -> None:
-        """`ended` is called on the event loop when all is over. Raises `InvalidRequestError`."""
-        self.id = secrets.token_hex(8)
+    def __init__(
+        self,
+        order: SwarmOrder,
+        engine: Engine,
+        model: str,
+        ended: Callable[[SwarmRun], None],
+        *,
+        folder: Path | None = None,
+        resumed: Resumed | None = None,
+    ) -> None:
+        """`ended` is called on the event loop when all is over.
+
+        Its checkpoint lies in `folder` and has its id; a `resumed` one goes on from there. Raises
+        `InvalidRequestError`.
+        """
+        self.id = secrets.token_hex(8) if resumed is None else str(resumed.document["id"])
+        self.checkpoint = None if folder is None else folder / self.id
+        self.caller = order.caller
+        self.interrupted = False  # by a stop of the server: another one goes on with it
         self.frames: list[bytes] = []
         self.finished = False
         self.results: list[Result] = []
@@ -82,12 +100,16 @@ class SwarmRun:
         self._ended = ended
         self._note: str | None = None
         self._stopped = False
+        self._lost = False
         self._changed = asyncio.Event()  # a new one for each frame
         self._over = asyncio.Event()
-        self._together = self._phase("together")
+        document, before = (None, None) if resumed is None else resumed.begin()
+        self._together = self._phase("together", before)
+        if document is not None and document["together"]["summary"]:
+            self._together.log.go_on_from(document["together"]["summary"])
         self._alone: _Phase | None = None
         spec = engine.spec
-        self.document: Document = {
+        self.document: Document = document or {
             "id": self.id,
             "title": order.question.strip().split("\n", 1)[0][:80],
             "question": order.question,
@@ -117,6 +139,12 @@ class SwarmRun:
         elif card < len(swarm.everyone):
             swarm.abort(swarm.everyone[card])
 
+    def interrupt(self) -> None:
+        """Stop here; the record stays one of a run that goes on, and so does the checkpoint, if there is one."""
+        if self.checkpoint is not None and not self.finished:
+            self.interrupted = True
+            (self._alone or self._together).swarm.interrupt()
+
     async def changed(self, timeout_s: float) -> bool:
         """True when there are more frames, False after that time."""
         return await _within(timeout_s, self._changed)
@@ -130,11 +158,15 @@ class SwarmRun:
         number = len(self.frames) + 1
         self.frames.append(f"id: {number}\nevent: frame\ndata: {_encode(frame)}\n\n".encode("utf-8", "replace"))
         if "end" in frame:
-            self.finished = True
-            self._over.set()
-            self._ended(self)
+            self._close()
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _close(self) -> None:
+        self.finished = True
+        self._over.set()
+        self._ended(self)
+        self._changed.set()
 
     # -- the run's task -----------------------------------------------------------------------------------------
 
@@ -142,13 +174,16 @@ class SwarmRun:
         try:
             await self._follow(self._together)
             states = {card.state for card in self._together.swarm.everyone}
-            if self._order.one_by_one and not self._stopped and states == {CardState.DONE}:
+            if self._order.one_by_one and not self._stopped and not self.interrupted and states == {CardState.DONE}:
                 self._alone = self._phase("one_by_one")
                 await self._follow(self._alone)
         finally:
-            self._append({"end": self._end()})
+            if self.interrupted:
+                self._close()
+            else:
+                self._append({"end": self._end()})
 
-    def _phase(self, name: str) -> _Phase:
+    def _phase(self, name: str, before: Before | None = None) -> _Phase:
         order, together = self._order, name == "together"
         swarm = Swarm(
             order.question,
@@ -160,8 +195,11 @@ class SwarmRun:
             deadline_s=order.deadline_s,
             namespace=Namespace(agent=order.caller),
             earlier=order.thread.messages(),
+            checkpoint=self.checkpoint if together else None,
+            before=before,
         )
         log = StepLog(swarm.everyone, len(swarm.cards), self._engine.spec.block_bytes, time.perf_counter())
+        log.used_s = 0.0 if before is None else before.used_s
         return _Phase(name, swarm, log)
 
     async def _follow(self, phase: _Phase) -> None:
@@ -172,20 +210,25 @@ class SwarmRun:
 
         self._engine.listen(listen)
         try:
-            phase.log.began = time.perf_counter()
+            phase.log.began = time.perf_counter() - phase.log.used_s
             phase.swarm.start(self._engine)
             while not phase.swarm.finished:
                 await phase.swarm.pump(_FRAME_S)
                 self._tell(phase)
+        except CheckpointError as error:
+            self._note, self._lost = f"{INTERRUPTED}, and it cannot go on: {error}", True
         except ShoalError as error:
             self._note = str(error)
         finally:
             self._engine.unlisten(listen)
-        self.results += [card.result for card in phase.swarm.everyone if card.result is not None]
+        ran = [card for card in phase.swarm.everyone if card.handle is not None]
+        self.results += [card.result for card in ran if card.result is not None]
         self._tell(phase)
 
     def _tell(self, phase: _Phase) -> None:
         """Hand over what changed since the last time, if anything did."""
+        if self.interrupted:  # what ends now goes on elsewhere
+            return
         now = time.perf_counter()
         cards = []
         for number, card in enumerate(phase.swarm.everyone):
@@ -204,7 +247,9 @@ class SwarmRun:
         """How it ended."""
         cards = self._together.swarm.everyone
         states = {card.state for card in cards}
-        if self._note is not None or CardState.FAILED in states or not self._together.swarm.finished:
+        if self._lost:
+            state = "interrupted"
+        elif self._note is not None or CardState.FAILED in states or not self._together.swarm.finished:
             state = "failed"
         else:
             state = "cancelled" if self._stopped or CardState.ABORTED in states else "done"

@@ -6,15 +6,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from shoal.errors import HistoryError
+from shoal.errors import HistoryError, ShoalError
 from shoal.server.errors import ApiError
 from shoal.server.generation import Api
 from shoal.server.hub import Served
 from shoal.server.logs import logger
 from shoal.server.swarmbench.history import History
 from shoal.server.swarmbench.record import Document, frozen
+from shoal.server.swarmbench.resumed import INTERRUPTED, Resumed
 from shoal.server.swarmbench.run import SwarmOrder, SwarmRun
 from shoal.server.swarmbench.turns import Thread, fitting, thread_after
 
@@ -59,15 +61,83 @@ class SwarmRuns:
             if thread is not None:
                 thread = await asyncio.to_thread(fitting, served.engine, thread, order.question, order.team)
                 order = replace(order, thread=thread)
-            run = SwarmRun(order, served.engine, served.name, lambda run: self._ended(run, served))
+            folder = await asyncio.to_thread(self._made_folder)
+            run = SwarmRun(order, served.engine, served.name, lambda run: self._ended(run, served), folder=folder)
         except BaseException:
             self._api.hub.release(served)
             raise
+        self._begin(run)
+        return run
+
+    def _begin(self, run: SwarmRun) -> None:
         self._runs[run.id] = run
         run.start()
         self._keeping[run.id] = asyncio.create_task(self._keep(run))
         self._keeping[run.id].add_done_callback(lambda task: self._keeping.pop(run.id))  # noqa: ARG005
-        return run
+
+    # -- across a restart ---------------------------------------------------------------------------------------
+
+    async def interrupt(self, served: Served) -> None:  # noqa: ARG002 - the hub's face
+        """At a stop of the server: what has not ended by now is left to the next start."""
+        for run in self._runs.values():
+            run.interrupt()
+
+    async def take_up(self) -> None:
+        """At a start: let the runs go on that a stop or a kill cut off, and mark those that cannot, with the reason."""
+        try:
+            history = await self.history()
+            for left in await asyncio.to_thread(history.take_over):
+                why = await self._resume(left)
+                if why is not None:
+                    await asyncio.to_thread(history.mark_interrupted, left.document, f"{INTERRUPTED}, and {why}")
+            await asyncio.to_thread(self._sweep, history)
+        except HistoryError as error:
+            logger.error("history", extra={"fields": {"error": str(error)}})
+
+    async def _resume(self, left: Resumed) -> str | None:
+        """Begin such a run; says why it cannot be."""
+        folder, served, model = self._folder(), self._api.hub.served, left.document["model"]
+        if folder is None or not (folder / left.document["id"]).exists():
+            return "nothing was kept of what its agents had done"
+        if served is None or (served.name, served.engine.spec.precision) != (model["name"], model["precision"]):
+            return f"{model['name']} ({model['precision']}) is not served any more"
+        served = self._api.hub.acquire(None)
+        try:
+            order = SwarmOrder(**left.order())
+            run = SwarmRun(
+                order, served.engine, served.name, lambda run: self._ended(run, served), folder=folder, resumed=left
+            )
+        except (ShoalError, TypeError, KeyError, ValueError) as error:  # its record is of another version
+            self._api.hub.release(served)
+            return f"its record cannot be read: {error}"
+        self._begin(run)
+        return None
+
+    def _sweep(self, history: History) -> None:
+        """Delete checkpoints of runs that have ended: a kill came between the last save and that."""
+        folder = self._folder()
+        for path in folder.glob("*") if folder is not None else ():
+            document = history.get(path.name)
+            if document is not None and document["state"] != "running":
+                path.unlink(missing_ok=True)
+
+    def _made_folder(self) -> Path | None:
+        """The same, made; None where it cannot be: the run goes on without a checkpoint, as it does unsaved."""
+        folder = self._folder()
+        try:
+            if folder is not None:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            logger.error("history", extra={"fields": {"error": f"no checkpoints: {error}"}})
+            return None
+        return folder
+
+    def _folder(self) -> Path | None:
+        """Where checkpoints are: beside the history, for its owner only. None: there is no place that outlives us."""
+        path = self._api.config.history
+        return None if path is None else path.with_suffix(".runs")
+
+    # -- while a run goes on ------------------------------------------------------------------------------------
 
     async def _thread(self, after: str) -> Thread:
         document = await self.record(after)
@@ -86,12 +156,14 @@ class SwarmRuns:
             finished = run.finished
             try:
                 history = await self.history()
-                await asyncio.to_thread(history.save, frozen(run.document))
+                await asyncio.to_thread(history.save, frozen(run.document), run.caller, left=run.interrupted)
                 self.history_error = None
             except HistoryError as error:
                 self.history_error = str(error)
                 logger.error("history", extra={"fields": {"run": run.id, "error": str(error)}})
             if finished:
+                if run.checkpoint is not None and not run.interrupted:
+                    await asyncio.to_thread(run.checkpoint.unlink, missing_ok=True)
                 break
             await run.until_finished(_SAVE_S)
         ended = [known for known in self._runs.values() if known.finished and known.id not in self._keeping]
@@ -194,7 +266,8 @@ class SwarmRuns:
                 at += len(frames)
                 yield b"".join(frames)
             elif run.finished:
-                yield _event("end", {})
+                if not run.interrupted:  # else the reader comes back, and finds it going on
+                    yield _event("end", {})
                 return
             elif not await run.changed(self._api.config.keepalive_s):
                 yield b": keep-alive\n\n"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from shoal.agents.cards import Card
 from shoal.engine.handles import Progress
@@ -44,10 +45,16 @@ class StepLog:
     widest: int = 0
     written: int = 0  # output tokens of its steps, and of these the ones that were drafted
     accepted: int = 0
+    used_s: float = 0.0  # in which the swarm had run before it was resumed
     _seen: list[_Seen] = field(init=False)
 
     def __post_init__(self) -> None:
         self._seen = [_Seen() for _ in self.cards]
+
+    def go_on_from(self, summary: Mapping[str, Any]) -> None:
+        """Peaks of the same phase before it was resumed."""
+        self.peak_held, self.peak_saved = summary["kv_peak_held"], summary["kv_peak_saved"]
+        self.widest = summary["widest"]
 
     def note(self, record: StepRecord, now: float) -> None:
         """Take in a step that has just ended."""

@@ -26,6 +26,7 @@ let timer = null;
 let polling = null;
 let loading = false;
 let sending = false;
+let cutOff = null; // the run that was on the screen when the server went away
 
 function banner(text, kind = "info") {
   $("banner").hidden = !text;
@@ -88,11 +89,11 @@ function connectionLost() {
 
 async function afterRestart() {
   const run = view.document;
-  const cut = run?.state === "running";
-  banner(cut ? "The server was restarted. The run was cut off; what had been saved is shown." : "The server was restarted.");
+  banner("The server was restarted.");
   announce("Connected again: the server was restarted");
   await refreshHistory();
-  if (!cut) return;
+  if (run?.state !== "running") return;
+  cutOff = run.id;
   try {
     await view.open(run.id);
   } catch (error) {
@@ -103,6 +104,11 @@ async function afterRestart() {
 }
 
 function runChanged(run, again) {
+  if (cutOff === run.id) {
+    cutOff = null;
+    const what = view.running ? "goes on" : "was cut off; what had been saved is shown";
+    banner(`The server was restarted. The run ${what}.`);
+  }
   showButtons();
   showThread(true);
   $("welcome").hidden = true;
