@@ -144,3 +144,28 @@ def test_making_one_is_cancelled_and_leaves_nothing(live: Live, home: Path, monk
     assert _until(live, "one-q4_0", ("cancelled",))["error"] is None
     assert "one-q4_0" not in {model["name"] for model in live.http.get("/swarmbench/storage").json()["models"]}
     assert not list((home / "models").glob("*q4_0*"))
+
+
+def test_fetching_one_tells_its_total_is_cancelled_and_leaves_nothing(
+    live: Live, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(self: Store, name: str, progress: Any) -> None:
+        directory = home / "models" / "org--new"
+        directory.mkdir()
+        (directory / "half.gguf").write_bytes(b"half")
+        progress("download", 4, 8)
+        begun.set()
+        assert go_on.wait(10)
+        progress("download", 8, 8)
+
+    monkeypatch.setattr(Store, "pull", slow)
+    live.post("/swarmbench/storage", {"name": "org/new"})
+    assert begun.wait(10)
+    told = _until(live, "org/new", ("download",))
+    assert (told["done"], told["total"]) == (4, 8)
+    assert live.http.delete("/swarmbench/storage/org/new").json()["freed_bytes"] == 0
+    go_on.set()
+    assert _until(live, "org/new", ("cancelled",))["error"] is None
+    assert not (home / "models" / "org--new").exists()

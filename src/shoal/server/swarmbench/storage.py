@@ -6,12 +6,13 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ModelError, ShoalError, StoreError
+from shoal.errors import ModelError, ModelNotFoundError, ShoalError, StoreError
 from shoal.models import Store, StoredModel
 from shoal.models.gguf import read_gguf
 from shoal.models.quantize import quantize_gguf
@@ -65,15 +66,13 @@ class Storage:
         ]
         root = next(path for path in (store.root, *store.root.parents) if path.exists())
         pulls = [asdict(pull) for pull in list(self._pulls.values())]
-        for pull in pulls:
-            if (
-                not pull["finished"] and not pull["total"] and not pull["made"]
-            ):  # the hub's client does not tell how far it is
-                pull["done"] = store.bytes_so_far(pull["name"])
         return {"models": models, "pulls": pulls, "free_bytes": shutil.disk_usage(root).free}
 
     def pull(self, name: str) -> Pull:
-        """Begin to fetch a model; returns at once. ApiError 429 when enough are under way; `ModelNotFoundError`."""
+        """Begin to fetch a model; returns at once. `remove` ends it meanwhile.
+
+        ApiError 429 when enough are under way; `ModelNotFoundError`.
+        """
         store = Store()
         store.check_name(name)
         return self._begin(name, partial(_fetch, store), made=False)
@@ -105,14 +104,14 @@ class Storage:
         return pull
 
     def remove(self, name: str) -> int:
-        """Delete a model, or end the making of one; gives the bytes freed.
+        """Delete a model, or end one that is on its way, of which nothing is left then; gives the bytes freed.
 
         ApiError 409 for one in use; `ModelNotFoundError`, `StoreError`.
         """
         store = Store()
-        making = self._pulls.get(name)
-        if making is not None and making.made and not making.finished:
-            making.cancelled = True
+        pull = self._pulls.get(name)
+        if pull is not None and not pull.finished:
+            pull.cancelled = True
             return 0
         if any(store.same(name, used) for used in self._hub.in_use):
             raise ApiError(409, f"{name} is loaded; switch to another model first", param="name", code="model_in_use")
@@ -153,15 +152,26 @@ def _follow(work: Callable[[Pull], None], pull: Pull) -> None:
 def _fetch(store: Store, pull: Pull) -> None:
     def tell(stage: str, done: int, total: int) -> None:
         pull.stage, pull.done, pull.total = stage, done, total
+        _end_cancelled(pull)
 
-    store.pull(pull.name, tell)
+    try:
+        store.pull(pull.name, tell)
+    except StoreError:
+        if pull.cancelled:  # what had come is not wanted either
+            with suppress(ModelNotFoundError):
+                store.remove(pull.name)
+        raise
 
 
 def _make(store: Store, source: Path, kind: str, pull: Pull) -> None:
     def tell(done: int, total: int) -> None:
         pull.stage, pull.done, pull.total = f"making {kind}", done, total
-        if pull.cancelled:
-            raise StoreError(f"{pull.name} is not wanted any more", value=pull.name)
+        _end_cancelled(pull)
 
     with store.adding(pull.name) as target:
         quantize_gguf(source, target, kind, tell)
+
+
+def _end_cancelled(pull: Pull) -> None:
+    if pull.cancelled:
+        raise StoreError(f"{pull.name} is not wanted any more", value=pull.name)

@@ -151,11 +151,11 @@ function sideBySide(name) {
 }
 
 function pulling(pull) {
-  const amount = pull.made ? (pull.total ? `${Math.round((100 * pull.done) / pull.total)} %` : "") : pull.total ? `${bytes(pull.done)} of ${bytes(pull.total)}` : pull.done ? `${bytes(pull.done)} so far` : "";
+  const amount = pull.made ? (pull.total ? `${Math.round((100 * pull.done) / pull.total)} %` : "") : pull.total ? `${bytes(pull.done)} of ${bytes(pull.total)}` : "";
   const bar = make("progress", { attributes: { "aria-label": `Fetching ${pull.name}` } });
   if (pull.total) Object.assign(bar, { max: pull.total, value: pull.done });
   const text = make("span", {}, make("b", {}, pull.name), make("span", { className: "quiet" }, pull.error ?? `${pull.stage} ${amount}`));
   const cancel = make("button", { type: "button", className: "text", attributes: { "aria-label": `Cancel ${pull.name}` } }, "Cancel");
   cancel.onclick = () => call("DELETE", `/swarmbench/storage/${encodeURIComponent(pull.name)}`).then(refreshStorage, (error) => say($("storage-free"), error.message));
-  return make("li", { className: pull.error ? "bad" : "" }, text, ...(pull.finished ? [] : [bar]), ...(pull.made && !pull.finished ? [cancel] : []));
+  return make("li", { className: pull.error ? "bad" : "" }, text, ...(pull.finished ? [] : [bar]), ...(pull.finished ? [] : [cancel]));
 }
