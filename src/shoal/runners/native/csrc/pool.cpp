@@ -223,8 +223,8 @@ void Pool::work(int id) {
     for (uint32_t seen = 0;;) {
         for (int spin = 0; spin < kSpins && job.load(std::memory_order_acquire) == seen; spin++) relax();
         while (job.load(std::memory_order_acquire) == seen) job.wait(seen, std::memory_order_acquire);
+        seen = job.load(std::memory_order_acquire);  // first: neither a run nor the end that comes meanwhile is missed
         if (stop_.load()) return;
-        seen = job.load(std::memory_order_acquire);  // before: a run that begins meanwhile is not missed
         take_part(id);
     }
 }
