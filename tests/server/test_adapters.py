@@ -88,7 +88,7 @@ def test_answers_equal_those_of_the_server_and_stream_as_they_are_written() -> N
                 times.append(time.perf_counter())
             return whole.choices[0].message.content or "", "".join(pieces), times
 
-    with toy_engine(FakeRunner(step_s=0.005)) as engine:
+    with toy_engine(FakeRunner(step_s=0.005), speculation=False) as engine:  # a token a pass
         whole, streamed, times = asyncio.run(work(engine))
         assert whole == streamed
         assert len(whole) == 40

@@ -473,7 +473,8 @@ def test_a_failed_pass_is_500_and_a_dead_engine_503() -> None:
             raise OSError("the device is gone")
 
     with Live(toy(runner=FakeRunner(fault=fault))) as live:
-        assert live.chat().status_code == 200
+        whole = {"prompt": "Hello", "max_tokens": 4}  # a chat has its next turn prepared, a pass more
+        assert live.post("/v1/completions", whole).status_code == 200
         failing = True
         for _ in range(3):
             answer = live.chat()
