@@ -42,7 +42,8 @@ def test_eight_cards_stream_and_finish_and_a_synthesis_follows(bench: Bench, liv
     expect(page.locator("#tile-prefix")).to_have_text("40 tokens")
     expect(page.locator("#tile-kv-note")).to_have_text(re.compile(r"[1-9].* MB saved"))
     facts = re.compile(r"\d+\stok · \d+\stok/s · TTFT\s\d+\sms · \d\d\scached")
-    expect(bench.card(1).locator(".card-facts")).to_have_text(facts)
+    shown = page.locator("#run .card .card-facts").all_inner_texts()
+    assert sum(bool(facts.search(text)) for text in shown) >= 7, shown  # all but the one that computes what they share
     told = page.locator("#announcer p").all_inner_texts()
     assert len(told) <= 5, "the listener is told of events, not of tokens"
     assert told[-1].startswith("All have ended")
