@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +192,8 @@ def _bars(into: Path, total: int, progress: Progress) -> type:
 
     What it raises ends the download: its threads at their next piece.
     """
-    from huggingface_hub import utils
-
-    tqdm: Any = vars(utils)["tqdm"]  # its types are not told
+    # Not `utils.tqdm`: that is the module or the class, by what was imported before. Its types are not told.
+    tqdm: Any = vars(import_module("huggingface_hub.utils.tqdm"))["tqdm"]
 
     class Bars(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **settings: Any) -> None:
