@@ -131,6 +131,19 @@ def test_a_wrong_request_is_refused_here_and_sent_nowhere_else(cluster: Cluster)
     assert [row["resent"] for row in _rows(cluster)] == before
 
 
+def test_callbacks_that_raise_end_what_they_belong_to_and_nothing_else(cluster: Cluster) -> None:
+    """As on an engine with a model: the door and its other requests go on."""
+
+    def raises(_: object = None) -> bool:
+        raise ValueError("mine")
+
+    cluster.door.on_step_start(raises)
+    broken = cluster.door.submit(request("whose sink raises", max_tokens=400), sink=raises)
+    until(lambda: broken.state == "finished")
+    assert cluster.door.run([request("another")]).results[0].error is None
+    assert raises not in cluster.door._loop.step_starters
+
+
 def test_leaving_a_stream_ends_it_at_the_replica(cluster: Cluster) -> None:
     stream = cluster.door.generate(request("leave me", max_tokens=2000))
     next(stream)

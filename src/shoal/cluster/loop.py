@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -23,6 +22,7 @@ from shoal.core.commands import Command
 from shoal.core.journal import content_hashes
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Sequence, Status
+from shoal.engine.inflight import InFlight, sink_raised
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.loop import NOTHING, Output, Sink
 from shoal.errors import EngineClosedError, QueueFullError, ReplicaLostError, RunnerError, ShoalError
@@ -86,7 +86,7 @@ class _Commands:
         del command
 
 
-class ClusterLoop:
+class ClusterLoop(InFlight[RemoteState]):
     """Has the face of a `StepLoop`; its steps are elsewhere.
 
     Invariant: every state's sink gets exactly one event with a result, and nothing after it.
@@ -101,6 +101,7 @@ class ClusterLoop:
         silence_s: float,
     ) -> None:
         """`post` runs a command on the engine's thread; a replica that answers nothing for `silence_s` is given up."""
+        super().__init__()
         self.runner = runner
         self.inputs = inputs
         self.router = router
@@ -108,19 +109,16 @@ class ClusterLoop:
         self.clock = time.perf_counter
         self.scheduler = _Commands()
         self.on_step: list[Callable[[StepRecord], None]] = []
-        self.step_starters: list[Callable[[], bool]] = []
         self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}
         self.steps = self.failures = 0
         self.rest_s = 0.0
         self.resent: dict[str, int] = {}  # requests sent away from a replica that had taken them, by its name
         self.lost = 0  # requests that ended since their replica was lost
         self._post = post
-        self._states: dict[SeqId, RemoteState] = {}
         self._links: dict[str, Link] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._well: set[str] = set()
-        self._ends: deque[float] = deque(maxlen=32)
-        self._next_id = self._finished = self._cached = self._computed = 0
+        self._cached = self._computed = 0
         self._aio = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._aio.run_forever, name="shoal-cluster", daemon=True)
         self._thread.start()
@@ -145,17 +143,6 @@ class ClusterLoop:
         """Tokens that wait at all replicas together, and the contexts of requests that run there."""
         loads = [self.router.load(name) for name in self.router.replicas]
         return sum(queued for queued, _ in loads), sum(running for _, running in loads)
-
-    @property
-    def states(self) -> list[RemoteState]:
-        """Requests in flight, in the order they came."""
-        return list(self._states.values())
-
-    @property
-    def finished_per_s(self) -> float:
-        """How many requests ended per second lately; 0 while too few have."""
-        span = self._ends[-1] - self._ends[0] if len(self._ends) > 1 else 0.0
-        return (len(self._ends) - 1) / span if span > 0 else 0.0
 
     def add(
         self,
@@ -195,12 +182,6 @@ class ClusterLoop:
 
     def unpin(self, seq_id: SeqId) -> None:
         """Nothing is pinned here: a prefix that was computed ahead is cached where it was computed."""
-
-    def start_step(self) -> None:
-        """Let those who handle events do so."""
-        for call in tuple(self.step_starters):
-            if not call():
-                self.step_starters.remove(call)
 
     def stats(self) -> EngineStats:
         """What was done through this door; sizes of KV are the replicas'."""
@@ -242,10 +223,10 @@ class ClusterLoop:
             state.first_token_at = self.clock()
         try:
             state.sink(event)
-        except Exception:
-            log.exception("the sink of request %r raised", state.request_id)
+        except Exception as cause:  # noqa: BLE001 - a caller's own fault: only its own request is to pay for it
+            error = sink_raised(state.request_id, cause)
             if event.result is None:
-                self.abort(state, FinishReason.ERROR, RunnerError("the sink of the request raised"))
+                self.abort(state, FinishReason.ERROR, error)
 
     def _finish(self, state: RemoteState, result: Result, event: Event | None = None) -> None:
         now = self.clock()

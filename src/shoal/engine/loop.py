@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,12 +35,13 @@ from shoal.core.draft import why_not
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence, Status
 from shoal.core.stop import StopChecker
+from shoal.engine.inflight import InFlight, sink_raised
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.kv.opening import open_tiers
 from shoal.engine.kv.tiering import Tiering
 from shoal.engine.record import Recorder
 from shoal.engine.storm import StormWatch
-from shoal.errors import CallbackError, RunnerError, ShoalError
+from shoal.errors import RunnerError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.grammar import gave_up
@@ -151,7 +151,7 @@ class RequestState:
         )
 
 
-class StepLoop:
+class StepLoop(InFlight[RequestState]):
     """Runs requests on one runner.
 
     Invariant: every state's sink gets exactly one event with a result, and nothing after it. A failed pass ends the
@@ -168,6 +168,7 @@ class StepLoop:
         memory: MemoryWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
         self.runner = runner
         self.inputs = inputs
         self.config = config
@@ -187,28 +188,13 @@ class StepLoop:
         self.failures = 0
         self.steps = 0
         self.on_step: list[Callable[[StepRecord], None]] = []
-        self.step_starters: list[Callable[[], bool]] = []  # see `start_step`
         self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}  # pinned ones
-        self._states: dict[SeqId, RequestState] = {}
-        self._finished = self._cached_tokens = self._computed_tokens = self._prompt_fed = 0
-        self._ends: deque[float] = deque(maxlen=32)
-        self._next_id = 0
+        self._cached_tokens = self._computed_tokens = self._prompt_fed = 0
 
     @property
     def idle(self) -> bool:
         """True when there is nothing to do."""
         return self.scheduler.idle
-
-    @property
-    def states(self) -> list[RequestState]:
-        """Requests in flight, in the order they came."""
-        return list(self._states.values())
-
-    @property
-    def finished_per_s(self) -> float:
-        """How many requests ended per second lately; 0 while too few have."""
-        span = self._ends[-1] - self._ends[0] if len(self._ends) > 1 else 0.0
-        return (len(self._ends) - 1) / span if span > 0 else 0.0
 
     # -- coming and going ---------------------------------------------------------------------------------------
 
@@ -275,7 +261,7 @@ class StepLoop:
         if self.relief is not None:
             self.relief.look(tiering)
         if self.governor is not None or self.relief is not None:
-            self._obey(self.governor)
+            self._apply_limits(self.governor)
         if tiering is not None:
             tiering.bring_back()
         record = self._step()
@@ -284,7 +270,7 @@ class StepLoop:
         self.rest_s = self._rest_after(record)
         return record
 
-    def _obey(self, governor: Governor | None) -> None:
+    def _apply_limits(self, governor: Governor | None) -> None:
         """Let class low wait, and the batch be narrow, while the governor or the memory of the machine asks for it."""
         deferring = (governor is not None and governor.deferring) or (self.relief is not None and self.relief.deferring)
         if deferring != self.scheduler.queue.deferring:
@@ -364,21 +350,6 @@ class StepLoop:
                 log.exception("a listener of steps raised and is told no more")
                 with contextlib.suppress(ValueError):
                     self.on_step.remove(listener)
-
-    def start_step(self) -> None:
-        """Let those who handle events do so: all are out, the device is about to compute.
-
-        A callback that gives False is called no more, and so is one that raises.
-        """
-        for call in tuple(self.step_starters):
-            try:
-                wanted = call()
-            except Exception:
-                log.exception("a callback at the start of a step raised and is called no more")
-                wanted = False
-            if not wanted:
-                with contextlib.suppress(ValueError):  # the end of an engine is told from another thread
-                    self.step_starters.remove(call)
 
     def _count_new(self, plan: StepPlan) -> tuple[int, dict[SeqId, tuple[int, ...]]]:
         """Output tokens that a pass fed for the first time, and those it fed as drafts, by sequence.
@@ -520,7 +491,8 @@ class StepLoop:
             try:
                 state.sink(state.event(now))
             except Exception as error:  # noqa: BLE001 - a caller's own fault: only its own request is to pay for it
-                self._end_broken(state, error)
+                broken = sink_raised(state.request_id, error)
+                self.scheduler.apply(Abort(seq_id, FinishReason.ERROR, broken))
         while ended := self.scheduler.take_ended():  # telling may end a request, whose end is told next
             for seq, reason, cause in ended:
                 state = self._states.pop(seq.seq_id)
@@ -532,13 +504,6 @@ class StepLoop:
                 except Exception:
                     log.exception("the sink of request %r raised at its end", state.request_id)
         self._release()
-
-    def _end_broken(self, state: RequestState, cause: Exception) -> None:
-        """A request's sink raised: end that request."""
-        log.error("the sink of request %r raised", state.request_id, exc_info=cause)
-        error = CallbackError(f"the sink of request {state.request_id!r} raised {cause!r}", hint="mend the sink")
-        error.__cause__ = cause
-        self.scheduler.apply(Abort(state.seq.seq_id, FinishReason.ERROR, error))
 
     def _count(self, state: RequestState) -> None:
         seq = state.seq
