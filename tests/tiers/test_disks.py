@@ -50,6 +50,15 @@ def gone(files: BadFiles) -> None:
     files.path = Path("/nowhere/at/all")
 
 
+def filled(path: Path) -> Lab:
+    """One that has answered `PROMPTS` and is closed: their KV lies on the disk."""
+    lab = Lab(path)
+    for prompt in PROMPTS:
+        lab.ask(prompt)
+    lab.close()
+    return lab
+
+
 @pytest.mark.parametrize("suffer", [full, slow, stuck, gone])
 @pytest.mark.parametrize("warm", [False, True])
 def test_streams_get_a_token_in_every_step_whatever_the_disk_does(
@@ -58,10 +67,7 @@ def test_streams_get_a_token_in_every_step_whatever_the_disk_does(
     """`warm`: there are blocks to be brought back too. Steps are counted, not timed."""
     monkeypatch.setattr(shoal.engine.kv.disk, "_STALL_S", 0.1)
     if warm:
-        before = Lab(tmp_path)
-        for prompt in PROMPTS:
-            before.ask(prompt)
-        before.close()
+        filled(tmp_path)
     files = bad(tmp_path)
     lab = Lab(files=files)
     suffer(files)
@@ -120,10 +126,7 @@ def settle(lab: Lab) -> None:
 
 def test_a_disk_slower_than_computing_is_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shoal.engine.kv.tiering, "_WAIT_S", (0.05, 0.05))
-    before = Lab(tmp_path)
-    for prompt in PROMPTS:
-        before.ask(prompt)
-    before.close()
+    filled(tmp_path)
     files = bad(tmp_path)
     lab = Lab(files=files)
     stuck(files)
@@ -168,10 +171,7 @@ def test_one_that_comes_while_another_waits_for_the_disk_does_not_wait(
 
 
 def test_a_damaged_block_is_not_used_and_is_deleted(tmp_path: Path) -> None:
-    before = Lab(tmp_path)
-    for prompt in PROMPTS:
-        before.ask(prompt)
-    before.close()
+    before = filled(tmp_path)
     assert before.disk is not None
     rng = random.Random(5)
     files = sorted(file for file in before.disk.files.path.iterdir() if len(file.name) == 40)
