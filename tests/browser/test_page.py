@@ -67,19 +67,19 @@ def test_the_strip_tells_who_was_in_a_step(bench: Bench) -> None:
 def test_one_card_is_stopped_and_the_others_go_on(page: Page, live: Live) -> None:
     bench = Bench(page, live.url).open(maxTokens=150, temperature=HOT)
     bench.ask()
-    bench.wait_writing(6)
-    bench.card(6).get_by_role("button", name="Stop").click()
-    expect(bench.card(6)).to_have_attribute("data-state", "cancelled")
+    stopped = bench.wait_writing()
+    bench.card(stopped).get_by_role("button", name="Stop").click()
+    expect(bench.card(stopped)).to_have_attribute("data-state", "cancelled")
     bench.wait_end()
     states = bench.states()
-    assert states.pop(6) == "cancelled"
+    assert states.pop(stopped) == "cancelled"
     assert set(states) == {"done"}
 
 
 def test_all_are_stopped(page: Page, live: Live) -> None:
     bench = Bench(page, live.url).open(**LONG)
     bench.ask()
-    bench.wait_writing(6)
+    bench.wait_writing()
     page.get_by_role("button", name="Stop all").click()
     bench.wait_end()
     states = bench.states()
@@ -106,7 +106,7 @@ def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str
     before = live.http.get("/swarmbench/state").json()["model"]
     other = TWIN if before == MODEL else MODEL
     bench.ask()
-    bench.wait_writing(6)
+    bench.wait_writing()
     expect(page.locator("#model option")).to_have_count(2)
     page.locator("#model").select_option(other)
     page.get_by_role("button", name=choice).click()
@@ -128,7 +128,7 @@ def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str
 def test_a_run_survives_a_reload(page: Page, live: Live) -> None:
     bench = Bench(page, live.url).open(maxTokens=150, temperature=HOT)
     run = bench.ask()
-    bench.wait_writing(6)
+    bench.wait_writing()
     page.reload()
     expect(page.locator("#run-title")).to_have_text(QUESTION)
     assert bench.run_id == run
@@ -238,7 +238,7 @@ def test_the_keyboard_is_enough(page: Page, live: Live) -> None:
     expect(page.locator("#question")).to_be_focused()
     page.keyboard.type(QUESTION)
     page.keyboard.press("Enter")
-    bench.wait_writing(6)
+    bench.wait_writing()
     page.keyboard.press("Escape")
     bench.wait_end()
     page.keyboard.press("Tab")  # the number of agents: one stop, arrows inside

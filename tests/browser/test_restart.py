@@ -50,7 +50,7 @@ def test_the_page_finds_a_server_that_was_killed_and_started_again(page: Page, h
     with serving(port, home) as server:
         bench = Bench(page, f"http://127.0.0.1:{port}").open(maxTokens=4000, temperature=HOT)
         run = bench.ask()
-        bench.wait_writing(6)
+        bench.wait_writing()
         page.wait_for_timeout(1200)  # the record is saved once a second
         server.send_signal(signal.SIGKILL)
         server.wait(10)
@@ -59,7 +59,7 @@ def test_the_page_finds_a_server_that_was_killed_and_started_again(page: Page, h
         expect(page.locator("#banner-text")).to_have_text(re.compile("The server was restarted. The run goes on"))
         expect(page.locator("#connection-text")).to_have_text("connected")
         assert bench.run_id == run
-        bench.wait_writing(6)
+        bench.wait_writing()
         page.get_by_role("button", name="Stop all").click()
         bench.wait_end()
         assert "failed" not in bench.states()
