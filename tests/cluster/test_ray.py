@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from shoal.cluster.config import ClusterConfig
+from shoal.types import Request, SamplingParams
 
 ray: Any = pytest.importorskip("ray", reason="ray is not installed (extra `cluster`)")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
@@ -92,6 +93,29 @@ def test_one_prefix_goes_to_one_replica(http: httpx.Client) -> None:
     with ThreadPoolExecutor(4) as pool:
         warm = list(pool.map(call, range(4, 28)))
     assert min(warm) > 200
+
+
+def test_calls_by_a_handle_go_where_their_prefix_is(rayserve: Any, http: httpx.Client) -> None:
+    """Another program on the same Ray: Ray asks our router where each call goes."""
+    handle = rayserve.serve.get_deployment_handle("Replica", "shoal")
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+
+    def call(task: int, number: int) -> int:
+        tokens = [*range(task, task + 240), number]
+        told = handle.complete.remote(Request(prompt_tokens=tokens, sampling=sampling)).result(timeout_s=60)
+        return int(told.cached_tokens)
+
+    assert {row["name"] for row in wait_for_two(http)}
+    for task in range(6):
+        call(task, 1)
+    time.sleep(3)  # stats of replicas come once a second: only now Ray's router is ours for sure
+    for task in range(6):
+        call(task, 2)
+    assert min(call(task, number) for number in (3, 4, 5) for task in range(6)) > 200
+    streamed = handle.options(stream=True).generate.remote(Request(prompt_tokens=[1, 2, 3], sampling=sampling))
+    events = list(streamed)
+    assert events[-1].result is not None
+    assert events[-1].result.error is None
 
 
 def test_a_replica_that_dies_is_replaced(http: httpx.Client) -> None:

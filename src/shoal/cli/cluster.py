@@ -107,6 +107,23 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command("equal")
+def equal(
+    replicas: Annotated[int, typer.Option(help="How many replicas.", min=1)] = 2,
+    model: Annotated[str, typer.Option(help="What the replicas run.")] = "smollm2-135m",
+    requests: Annotated[int, typer.Option(help="Requests in all.", min=8)] = 32,
+) -> None:
+    """Hold the answers of a cluster started here against one engine's, bit for bit. Status 1 where one differs."""
+    require("fastapi", "server")
+    require("httpx", "remote")
+    from shoal.cluster.equal import compare_answers
+
+    told = compare_answers(model, replicas, requests)
+    print(told, flush=True)
+    if not told.equal:
+        raise typer.Exit(1)
+
+
 @app.command("simulate")
 def simulate(
     replicas: Annotated[

@@ -4,7 +4,8 @@
     serve run shoal.cluster.rayserve:application file=cluster.yaml
 
 A replica is one engine with our server on a port of its own, which it tells a small registry; the door asks that and
-sends requests there itself. So what a token passes through is the same as without Ray.
+sends requests there itself. So what a token passes through is the same as without Ray. Other programs on the same Ray
+may call replicas by a handle; `rayrouter` chooses for them.
 """
 
 # No `from __future__ import annotations`: Ray looks at annotations.
@@ -16,22 +17,27 @@ import math
 import os
 import threading
 import time
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from shoal.cluster.config import ClusterConfig, cluster_config, read_config
 from shoal.cluster.door import door_mounts, history_path, hub_of, load_replica, open_door
 from shoal.cluster.links import ReplicaLink
+from shoal.cluster.rayrouter import BLOCK_SIZE, URL
 from shoal.cluster.replica import add_replica
+from shoal.engine.aio import AsyncEngine
 from shoal.server.app import create_app
 from shoal.server.config import ServerConfig
 from shoal.server.run import bind, make_server
+from shoal.types import Event, Request, Result
 
 log = logging.getLogger("shoal.cluster")
 
@@ -39,6 +45,7 @@ QUEUED = "queued_tokens"
 _TELL_S = 0.5  # between two words of a replica to the registry
 _FORGET_S = 15.0  # a replica that said nothing for so long is gone
 _SPACE = "shoal"
+_AT_ONCE = 4096  # requests that Ray lets through to one replica: what waits, waits in its engine
 _FIRST_S = 600.0  # that the first replica may take to load
 
 
@@ -98,9 +105,19 @@ class ServedReplica:
         queued, _ = self._engine.load_tokens()
         return {QUEUED: float(queued)}
 
-    async def __call__(self) -> str:
-        """Its address."""
-        return self._url
+    def record_routing_stats(self) -> dict[str, str | int]:
+        """What `PrefixRouter` asks: where the replica tells of its blocks, and how long they are."""
+        return {URL: self._url, BLOCK_SIZE: self._engine.spec.block_size}
+
+    async def complete(self, request: Request) -> Result:
+        """Run one request to its end, for callers with a handle of Ray's. Raises as `Engine.submit`."""
+        return await AsyncEngine(self._engine).complete(request)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Events of one request as they come, for `handle.options(stream=True)`. Raises as `Engine.submit`."""
+        async with aclosing(AsyncEngine(self._engine).generate(request)) as events:
+            async for event in events:
+                yield event
 
     def __del__(self) -> None:
         self._server.should_exit = True
@@ -183,15 +200,23 @@ def door_app(config: ClusterConfig, application: str) -> FastAPI:
 
 def build(config: ClusterConfig, name: str = "shoal") -> Any:
     """The application, for `serve.run(build(config), name=name)`."""
-    settings = {"max_ongoing_requests": 4096, "ray_actor_options": {"num_cpus": 0}}
+    settings = {"max_ongoing_requests": _AT_ONCE, "ray_actor_options": {"num_cpus": 0}}
     scaling: dict[str, Any] = {"num_replicas": config.replicas}
     if config.max_replicas is not None:
         limits = {"queued_tokens": config.queued_tokens, "least": config.replicas, "most": config.max_replicas}
         policy = AutoscalingPolicy(policy_function=QueuedTokens, policy_kwargs=limits)
-        most = {"min_replicas": config.replicas, "max_replicas": config.max_replicas}
-        scaling = {"autoscaling_config": AutoscalingConfig(policy=policy, **most)}
-    scaling |= {"ray_actor_options": {"num_cpus": 1}, "health_check_period_s": 2, "health_check_timeout_s": 10}
-    replica = serve.deployment(ServedReplica, name="Replica", **scaling)
+        bounds = {"min_replicas": config.replicas, "max_replicas": config.max_replicas}
+        scaling = {"autoscaling_config": AutoscalingConfig(policy=policy, **bounds)}
+    router = RequestRouterConfig(
+        request_router_class="shoal.cluster.rayrouter:PrefixRouter",
+        request_router_kwargs={"api_key": config.server().api_key, **config.routing},
+        request_routing_stats_period_s=1.0,
+    )
+    health = {"health_check_period_s": 2, "health_check_timeout_s": 10}
+    most = {"max_ongoing_requests": _AT_ONCE, "request_router_config": router}
+    replica = serve.deployment(
+        ServedReplica, name="Replica", ray_actor_options={"num_cpus": 1}, **health, **most, **scaling
+    )
     bound = replica.bind(config.model, dict(config.engine), config.server().api_key, name)
     door = serve.ingress(lambda: door_app(config, name))(_Door)
     return serve.deployment(door, name="Door", **settings).bind(bound)
