@@ -131,13 +131,14 @@ def simulate(
     ] = None,
     late: Annotated[float, typer.Option(help="How late events come in the runs with late events, seconds.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of arrivals.", min=0)] = 0,
+    calls: Annotated[int, typer.Option(help="Calls of tenants, per replica.", min=10)] = 200,
     out: Annotated[Path | None, typer.Option(help="Write all figures there, as JSON.")] = None,
 ) -> None:
     """Compare routers without a model: the real router and scheduler on a simulated clock. Status 1 below a bar."""
     from shoal.cluster import figures
 
     print("workload  replicas policy    late  calls/s   p50 s   p90 s   hits    us")
-    rows, bars = figures.simulate(replicas or [4, 16, 64, 256], late_s=late, seed=seed, tell=_print_row)
+    rows, bars = figures.simulate(replicas or [4, 16, 64, 256], late_s=late, seed=seed, calls=calls, tell=_print_row)
     for bar in bars:
         sign = "at most" if bar.most else "at least"
         print(f"{'ok ' if bar.met else 'LOW'} {bar.name}: {bar.value:.2f} ({sign} {bar.limit:g})")

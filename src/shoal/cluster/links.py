@@ -159,6 +159,8 @@ class ServerLink(_Http):
             timeout_s=spec.timeout_s,
             group=spec.group,
             namespace=spec.namespace,
+            critical_path=spec.critical_path,
+            keep_s=spec.keep_s,
         )
         try:
             async with aclosing(self._engine.generate(request)) as events:

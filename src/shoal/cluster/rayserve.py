@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import AsyncGenerator
@@ -34,6 +33,8 @@ from shoal.cluster.links import ReplicaLink
 from shoal.cluster.rayrouter import BLOCK_SIZE, URL
 from shoal.cluster.replica import add_replica
 from shoal.engine.aio import AsyncEngine
+from shoal.errors import BackendError, EngineClosedError
+from shoal.runners.plan import ModelSpec
 from shoal.server.app import create_app
 from shoal.server.config import ServerConfig
 from shoal.server.run import bind, make_server
@@ -44,6 +45,7 @@ log = logging.getLogger("shoal.cluster")
 QUEUED = "queued_tokens"
 _TELL_S = 0.5  # between two words of a replica to the registry
 _FORGET_S = 15.0  # a replica that said nothing for so long is gone
+_MORE_S, _FEWER_S = 10.0, 300.0  # that more, or fewer, replicas must be wanted before Ray acts
 _SPACE = "shoal"
 _AT_ONCE = 4096  # requests that Ray lets through to one replica: what waits, waits in its engine
 _FIRST_S = 600.0  # that the first replica may take to load
@@ -53,23 +55,24 @@ class _Registry:
     """Which replicas there are, by their addresses. Of one that is silent nothing is kept."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[str, int, float]] = {}
+        self._began = time.monotonic()
+        self._told: dict[str, tuple[str, float]] = {}
 
-    def tell(self, name: str, url: str, pid: int) -> None:
+    def tell(self, name: str, url: str) -> None:
         """A replica is there."""
-        self._told[name] = (url, pid, time.monotonic())
+        self._told[name] = (url, time.monotonic())
 
-    def replicas(self) -> dict[str, tuple[str, int]]:
-        """Name to address and process."""
+    def replicas(self) -> tuple[bool, dict[str, str]]:
+        """Whether all that live have had time to tell, and name to address."""
         now = time.monotonic()
-        self._told = {name: told for name, told in self._told.items() if now - told[2] < _FORGET_S}
-        return {name: (url, pid) for name, (url, pid, _) in self._told.items()}
+        self._told = {name: told for name, told in self._told.items() if now - told[1] < _FORGET_S}
+        return now - self._began > _FORGET_S, {name: url for name, (url, _) in self._told.items()}
 
 
 def registry(application: str) -> Any:
-    """The registry of an application; made where there is none."""
+    """The registry of an application; made where there is none. It outlives who made it, which may be a replica."""
     options = {"name": f"registry-{application}", "namespace": _SPACE, "get_if_exists": True, "num_cpus": 0}
-    return ray.remote(_Registry).options(**options).remote()
+    return ray.remote(_Registry).options(lifetime="detached", **options).remote()
 
 
 class ServedReplica:
@@ -86,13 +89,16 @@ class ServedReplica:
         self._serving.start()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._url = f"http://{host}:{port}"
-        self._registry = registry(application)
-        self._telling = asyncio.get_running_loop().create_task(self._tell())
+        self._telling = asyncio.get_running_loop().create_task(self._tell(application))
 
-    async def _tell(self) -> None:
+    async def _tell(self, application: str) -> None:
+        there = registry(application)
         while True:
-            with contextlib.suppress(ray.exceptions.RayError):
-                await self._registry.tell.remote(self._name, self._url, os.getpid())
+            try:
+                await there.tell.remote(self._name, self._url)
+            except ray.exceptions.RayError as error:
+                log.warning("the registry does not answer, another is made: %s", error)
+                there = registry(application)
             await asyncio.sleep(_TELL_S)
 
     def check_health(self) -> None:
@@ -148,25 +154,25 @@ class Doorkeeper:
     """Keeps a door connected to the replicas that the registry knows."""
 
     def __init__(self, config: ClusterConfig, application: str) -> None:
-        self._config = config
+        self._application = application
         self._registry = registry(application)
         self._key = config.server().api_key
-        found = self._wait()
-        spec = asyncio.run(self._spec(*found))
-        self.engine = open_door(config, spec)
+        self.engine = open_door(config, self._first_card())
         self._links: dict[str, ReplicaLink] = {}
         self.look()
         threading.Thread(target=self._keep, name="shoal-doorkeeper", daemon=True).start()
 
-    def _wait(self) -> tuple[str, str]:
+    def _first_card(self) -> ModelSpec:
+        """What the first replica that answers says of its model."""
         end = time.monotonic() + _FIRST_S
         while time.monotonic() < end:
-            for name, (url, _) in ray.get(self._registry.replicas.remote()).items():
-                return name, url
+            for name, url in ray.get(self._registry.replicas.remote())[1].items():
+                with contextlib.suppress(BackendError):  # one that has gone a moment ago
+                    return asyncio.run(self._card(name, url))
             time.sleep(0.2)
-        raise RuntimeError(f"no replica is there after {_FIRST_S:g} s")
+        raise EngineClosedError(f"no replica is there after {_FIRST_S:g} s", hint="see the replicas' logs")
 
-    async def _spec(self, name: str, url: str) -> Any:
+    async def _card(self, name: str, url: str) -> ModelSpec:
         link = ReplicaLink(name, url, self._key)
         try:
             return await link.card()
@@ -175,8 +181,10 @@ class Doorkeeper:
 
     def look(self) -> None:
         """Connect who is new, leave who is gone."""
-        there = ray.get(self._registry.replicas.remote())
-        links = {name: self._links.get(name) or ReplicaLink(name, url, self._key) for name, (url, _) in there.items()}
+        whole, there = ray.get(self._registry.replicas.remote())
+        links = {name: self._links.get(name) or ReplicaLink(name, url, self._key) for name, url in there.items()}
+        if not whole:
+            links = {**self._links, **links}
         if links.keys() != self._links.keys():
             self.engine.connect(links)
             self._links = links
@@ -187,7 +195,8 @@ class Doorkeeper:
             try:
                 self.look()
             except ray.exceptions.RayError as error:
-                log.warning("the registry does not answer: %s", error)
+                log.warning("the registry does not answer, another is made: %s", error)
+                self._registry = registry(self._application)
 
 
 def door_app(config: ClusterConfig, application: str) -> FastAPI:
@@ -206,7 +215,8 @@ def build(config: ClusterConfig, name: str = "shoal") -> Any:
         limits = {"queued_tokens": config.queued_tokens, "least": config.replicas, "most": config.max_replicas}
         policy = AutoscalingPolicy(policy_function=QueuedTokens, policy_kwargs=limits)
         bounds = {"min_replicas": config.replicas, "max_replicas": config.max_replicas}
-        scaling = {"autoscaling_config": AutoscalingConfig(policy=policy, **bounds)}
+        delays = {"upscale_delay_s": _MORE_S, "downscale_delay_s": _FEWER_S}
+        scaling = {"autoscaling_config": AutoscalingConfig(policy=policy, **bounds, **delays)}
     router = RequestRouterConfig(
         request_router_class="shoal.cluster.rayrouter:PrefixRouter",
         request_router_kwargs={"api_key": config.server().api_key, **config.routing},
@@ -242,7 +252,9 @@ def start(config: ClusterConfig, name: str = "shoal") -> None:
     serve.run(build(config, name), name=name)
 
 
-def stop() -> None:
+def stop(name: str = "shoal") -> None:
     """End what `start` began."""
     serve.shutdown()
+    if ray.is_initialized():
+        ray.kill(registry(name))
     ray.shutdown()
