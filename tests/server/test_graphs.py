@@ -86,6 +86,7 @@ def test_each_node_has_a_card_those_of_rules_too(live: Live) -> None:
     assert run["finals"] == [2]
     assert run["graph"]["text"] == GRAPH
     assert run["together"]["summary"]["tokens"] == 23
+    assert live.http.get("/swarmbench/runs", params={"q": "boats"}).json()["data"][0]["totals"]["agents"] == 4
     assert run["together"]["summary"]["cached_tokens"] > 0
     texts = [card["text"] for card in cards.values()]
     assert texts == [card["text"] for card in cards_of(finished(live, begin(live))).values()]  # the seed decides

@@ -96,7 +96,10 @@ def totals(document: Document) -> Document | None:
     summary = document["together"]["summary"]
     if summary is None:
         return None
-    agents = len(document["together"]["cards"]) - document["settings"]["synthesis"]
+    cards = document["together"]["cards"]
+    agents = len(cards) - document["settings"]["synthesis"]
+    if document.get("graph"):  # nodes of rules write nothing themselves
+        agents = sum(card["prompt_tokens"] > 0 for card in cards)
     names = ("tokens", "wall_s", "prompt_tokens", "cached_tokens")
     return {"agents": agents, **{name: summary.get(name, 0) for name in names}}
 
