@@ -9,11 +9,12 @@ import pytest
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.engine.engine import Engine
+from shoal.engine.inflight import RequestState
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.engine.pressure import MemoryWatch
 from shoal.errors import MemoryPressureError, SensorError
 from shoal.power.macos import mac_pressure

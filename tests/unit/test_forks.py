@@ -10,7 +10,7 @@ import pytest
 from shoal import Engine, FinishReason, Request, SamplingParams
 from shoal.core.audit import check_integrity
 from shoal.engine.handles import Handle
-from shoal.engine.loop import Output
+from shoal.engine.inflight import Output
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan

@@ -22,8 +22,9 @@ from shoal.core.sequence import Status
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.engine.feed import BlockFeed
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
+from shoal.engine.inflight import NOTHING, Output, Sink
 from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
-from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.engine.mailbox import Mailbox, T
 from shoal.engine.watchdog import Watchdog
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
