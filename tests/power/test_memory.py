@@ -139,7 +139,7 @@ def test_at_last_new_requests_are_refused_and_taken_again() -> None:
     watch = MemoryWatch([sensor], clock=lambda: now[0])
     request = Request(prompt="abc", sampling=SamplingParams(max_tokens=2))
     with Engine(FakeRunner, ByteTokenizer(), EngineConfig(), memory=watch) as engine:
-        engine._watchdog.stop(5.0)  # samples are this test's
+        engine._thread.watchdog.stop(5.0)  # samples are this test's
         engine.complete(request)
         sensor.level = Level.CRITICAL
         watch.sample()
