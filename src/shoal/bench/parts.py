@@ -24,9 +24,10 @@ from shoal.bench.workloads import TEXT, Job, Workload, make_jobs
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.engine.engine import Engine
+from shoal.engine.inflight import RequestState
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loading import make_runner
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.errors import BenchmarkError
 from shoal.models import Store, load_tokenizer
 from shoal.names import did_you_mean
