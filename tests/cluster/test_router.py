@@ -192,12 +192,12 @@ def test_the_index_is_bounded_and_promises_end() -> None:
     index.add(0, range(100))
     assert index.count(0) == len(index) == 5
     index.promise(1, range(50, 60), 0, until=3.0)
-    assert index.depths(range(50, 60)) == [(8, 2)]  # every fourth is noted
-    assert index.depths([*range(50, 56), 70]) == [(4, 2)]
+    assert index.depths(range(50, 60)) == [(8, 2)]  # every eighth is noted
+    assert index.depths([*range(50, 57), 70]) == []
     index.add(2, range(50, 55))
     index.promise(2, range(50, 70), 5, until=4.0)
-    assert sorted(index.depths(range(50, 70))) == [(8, 2), (20, 4)]
+    assert sorted(index.depths(range(50, 70))) == [(8, 2), (16, 4)]
     index.expire(3.5)
-    assert index.depths(range(50, 70)) == [(20, 4)]
+    assert index.depths(range(50, 70)) == [(16, 4)]
     index.expire(4.5)
     assert index.depths(range(50, 70)) == [(5, 4)]

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from shoal.core.journal import BlockHash
 
-_STRIDE = 4  # of so many blocks the last is promised: a power of two
+_STRIDE = 8  # of so many blocks of a prompt the last is noted in a promise
 
 
 class HeldIndex:
     """What replicas are known to hold, and what they were promised to be given.
 
     Replicas are slots, numbers from 0. A promise says that a request with these blocks is on its way to a slot; it
-    counts as held until it ends, for events come later than the next request. It is noted for every fourth block of a
+    counts as held until it ends, for events come later than the next request. It is noted for every eighth block of a
     prompt, and those before are promised with it. At most `limit` blocks are kept per slot:
     of one that tells of more, those are ignored.
     """
@@ -65,9 +65,9 @@ class HeldIndex:
         self._count[slot] = count
 
     def clear(self, slot: int) -> None:
-        """A slot holds nothing; looks at every block of all slots."""
+        """A slot holds nothing; looks at every block of all slots, unless it held none."""
         bit = self._bit(slot)
-        for index in (self._held, self._promised):
+        for index in (self._held, self._promised) if self.count(slot) else (self._promised,):
             for value in [value for value, mask in index.items() if mask & bit]:
                 self._leave(index, value, index[value], bit)
         self._count.pop(slot, None)
