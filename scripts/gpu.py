@@ -25,12 +25,14 @@ def runner_of(decoder: Any, *, blocks: int, slots: int, rows: int) -> Any:
     """A CUDA runner over a decoder."""
     import torch
 
+    from shoal.runners.cuda.access import identity_of
     from shoal.runners.cuda.backend import spec_of
     from shoal.runners.cuda.model import upload
     from shoal.runners.cuda.runner import CUDARunner, bucket
 
     model = upload(decoder, torch.device("cuda"), blocks, decoder.context_length, bucket(slots))
-    return CUDARunner(model, spec_of(decoder, blocks, model.weight_bytes), slots=slots, rows=rows)
+    identity = identity_of(decoder.name, "bf16", model.device)
+    return CUDARunner(model, spec_of(decoder, blocks, model.weight_bytes), identity, slots=slots, rows=rows)
 
 
 def plan_of(*sequences: Any, chain: int = 1) -> Any:
@@ -215,7 +217,7 @@ def engine_speed(decoder: Any, rows: list[int]) -> dict[str, Any]:
 
     def load() -> Any:
         return load_decoder(
-            decoder, "cuda:0", kv_bytes=16 << 30, memory_bytes=None, max_batch=most, max_step_tokens=4096
+            decoder, "cuda:0", key="gpu", kv_bytes=16 << 30, memory_bytes=None, max_batch=most, max_step_tokens=4096
         )
 
     found: dict[str, Any] = {}

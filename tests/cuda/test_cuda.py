@@ -1,42 +1,22 @@
-"""The CUDA runner on tiny decoders: on Triton's interpreter where there is no GPU. Needs the extra `cuda`."""
+"""The CUDA runner on tiny decoders, against the numpy oracle and against itself. Needs the extra `cuda`."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra `cuda` is not installed")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton", reason="the extra `cuda` is not installed")
+from tests.cuda.runners import runner, seq  # isort: skip - first, it tells Triton where to run
 
-from shoal.models import oracle  # noqa: E402
-from shoal.models.decoder import Decoder  # noqa: E402
-from shoal.runners.cuda.backend import load_decoder  # noqa: E402
-from shoal.runners.plan import ScheduledSequence, StepPlan, Want  # noqa: E402
-from tests.cuda.interpreter import mend_dot  # noqa: E402
-from tests.cuda.tiny import prompts, tiny_decoder  # noqa: E402
+from shoal.models import oracle
+from shoal.runners.plan import StepPlan, Want
+from tests.cuda.tiny import prompts
 
-SMALL: dict[str, Any] = {"layers": 1, "width": 64, "vocab": 70, "heads": 2, "kv_heads": 1, "ff": 64}
 FORMS: list[dict[str, Any]] = [
     {},
     {"kind": "Q4_0", "bias": True, "sinks": True, "window": 20, "soft_cap": 20.0, "post_norms": True, "qk_norm": False},
 ]
-
-
-def runner(**form: Any) -> tuple[Decoder, Any]:
-    if not torch.cuda.is_available():
-        mend_dot()
-    decoder = tiny_decoder(**SMALL, **form)
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    return decoder, load_decoder(decoder, device, kv_bytes=1 << 20, memory_bytes=None, max_batch=2, max_step_tokens=48)
-
-
-def seq(seq_id: int, tokens: tuple[int, ...], start: int, table: range, want: Want = Want.LOGITS) -> ScheduledSequence:
-    return ScheduledSequence(seq_id, tokens, start, tuple(table), want)
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter

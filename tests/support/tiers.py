@@ -46,12 +46,14 @@ class Lab:
     ) -> None:
         self.runner: BlockRunner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
         self.loop: StepLoop = toy_loop(self.runner, **settings)
+        access = self.runner.access
+        assert access is not None
         if path is not None:
-            files = KVFiles(path, self.runner.identity, {"model": "fake"}, quota)
-        buffers = Buffers(self.runner.block_bytes, 1 << 16 if host is None else 0)
+            files = KVFiles(path, access.identity, {"model": "fake"}, quota)
+        buffers = Buffers(access.block_bytes, 1 << 16 if host is None else 0)
         self.disk = DiskTier(files, buffers) if files is not None else None
         kept = HostTier(host) if host is not None else None
-        self.tiers = Tiering(self.loop.scheduler, self.runner, kept, self.disk, buffers)
+        self.tiers = Tiering(self.loop.scheduler, access, kept, self.disk, buffers)
         self.loop.tiering = self.tiers
         self.idle_steps = 0  # that computed nothing while somebody ran
 

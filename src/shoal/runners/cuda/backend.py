@@ -18,7 +18,7 @@ from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "an NVIDIA GPU"
 INSTALL = "pip install 'shoal[cuda]' on a machine with an NVIDIA GPU"
-HONOURS = ()
+HONOURS = ("kv_host", "kv_cache")
 PRECISIONS = ("bf16",)
 OPTIONS = ("device",)
 """`device`: which GPU, "cuda:0" unless given. One engine uses one GPU."""
@@ -66,6 +66,7 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Pro
     return load_decoder(
         model.decoder(),
         f"cuda:{_number(config)}",
+        key=model.files.key,
         kv_bytes=kv_bytes,
         memory_bytes=config.bytes_of("memory"),
         max_batch=config.max_batch,
@@ -74,11 +75,22 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Pro
 
 
 def load_decoder(
-    decoder: Decoder, device: str, *, kv_bytes: int, memory_bytes: int | None, max_batch: int, max_step_tokens: int
+    decoder: Decoder,
+    device: str,
+    *,
+    key: str,
+    kv_bytes: int,
+    memory_bytes: int | None,
+    max_batch: int,
+    max_step_tokens: int,
 ) -> Runner:
-    """The same from a description. `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step."""
+    """The same from a description. `key` names the contents of its files, as `ModelFiles.key`.
+
+    `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step.
+    """
     import torch
 
+    from shoal.runners.cuda.access import identity_of
     from shoal.runners.cuda.model import upload
     from shoal.runners.cuda.runner import CUDARunner, bucket
     from shoal.runners.cuda.supports import kv_bytes_per_token
@@ -103,7 +115,8 @@ def load_decoder(
     if blocks < 1:
         raise ConfigError(f"kv_memory is {kv_bytes:,} bytes", value=kv_bytes, limit=per_block, hint="raise it")
     model = upload(decoder, target, blocks, decoder.context_length, bucket(slots))
-    return CUDARunner(model, spec_of(decoder, blocks, model.weight_bytes, transient), slots=slots, rows=rows)
+    spec = spec_of(decoder, blocks, model.weight_bytes, transient)
+    return CUDARunner(model, spec, identity_of(key, "bf16", target), slots=slots, rows=rows)
 
 
 def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 0) -> ModelSpec:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
+from shoal.runners.cuda.access import DeviceBlocks
 from shoal.runners.cuda.model import DeviceModel
 from shoal.runners.cuda.step import BLOCK, SPLIT, UPDATES, Shape, Step, tile_tokens
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
@@ -37,10 +38,11 @@ class CUDARunner:
     decoding runs one step ahead: where the next plan is the one that was guessed, its outcome is there already.
     """
 
-    def __init__(self, model: DeviceModel, spec: ModelSpec, *, slots: int, rows: int) -> None:
-        """For at most `slots` sequences and `rows` rows of a step; see `load` of the package."""
+    def __init__(self, model: DeviceModel, spec: ModelSpec, identity: str, *, slots: int, rows: int) -> None:
+        """For at most `slots` sequences and `rows` rows of a step; see `load` of the package and `identity_of`."""
         self._spec = spec
         self._model = model
+        self._blocks = DeviceBlocks([model.kv], spec.num_blocks, BLOCK, identity)
         self._spare = spec.num_blocks  # the KV block that rows which fill up a bucket write to
         width = -(-spec.context_length // BLOCK) + 1
         tables = torch.full((slots + 1, width), self._spare, dtype=torch.int32, device=model.device)
@@ -58,9 +60,9 @@ class CUDARunner:
         return self._spec
 
     @property
-    def access(self) -> None:
-        """None: blocks are not read or written as bytes."""
-        return None
+    def access(self) -> DeviceBlocks:
+        """The blocks of KV as bytes."""
+        return self._blocks
 
     @property
     def peak_bytes(self) -> int | None:
@@ -79,7 +81,7 @@ class CUDARunner:
         """Free the device's memory. Idempotent."""
         self._ahead = None
         if hasattr(self, "_step"):
-            del self._step, self._model
+            del self._step, self._model, self._blocks
             if self._cuda:
                 torch.cuda.empty_cache()
 
@@ -90,15 +92,14 @@ class CUDARunner:
         """
         self._check(plan)
         try:
-            guessed = self._take_ahead(plan)
-            if guessed is not None:
-                return guessed
-            return self._execute(plan)
+            output = self._take_ahead(plan) or self._execute(plan)
         except torch.cuda.OutOfMemoryError as error:
             hint = "lower kv_memory, max_batch or max_step_tokens"
             raise RunnerError(f"step {plan.step}: out of device memory", value=plan.num_tokens, hint=hint) from error
         except RuntimeError as error:
             raise RunnerError(f"step {plan.step}: {error}", value=plan.step) from error
+        self._blocks.wrote(plan.sequences, plan.chain)
+        return output
 
     # -- from a plan to rows ------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class CUDARunner:
 
     def _execute(self, plan: StepPlan) -> StepOutput:
         for source, target in plan.copies:
-            self._model.kv[:, :, target] = self._model.kv[:, :, source]
+            self._blocks.copy(source, target)
         if not plan.sequences:
             return StepOutput({})
         lone = [s for s in plan.sequences if len(s.tokens) == 1]
