@@ -1,4 +1,4 @@
-"""The CUDA runner over tiny decoders: on a GPU, or on Triton's interpreter. Import this before anything of the runner."""
+"""The CUDA runner over tiny decoders, on a GPU or Triton's interpreter. Import this before anything of the runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from tests.cuda.tiny import tiny_decoder  # noqa: E402
 SMALL: dict[str, Any] = {"layers": 1, "width": 64, "vocab": 70, "heads": 2, "kv_heads": 1, "ff": 64}
 
 
-def load(decoder: Decoder, *, kv_bytes: int = 1 << 20, max_step_tokens: int = 48, max_batch: int = 2, **more: Any) -> CUDARunner:
+def load(
+    decoder: Decoder, *, kv_bytes: int = 1 << 20, max_step_tokens: int = 48, max_batch: int = 2, **more: Any
+) -> CUDARunner:
     """A runner of a decoder, on a GPU or the interpreter."""
     cuda = torch.cuda.is_available()
     if not cuda:
@@ -41,10 +43,10 @@ def load(decoder: Decoder, *, kv_bytes: int = 1 << 20, max_step_tokens: int = 48
     return made
 
 
-def runner(**form: Any) -> tuple[Decoder, CUDARunner]:
+def runner(*, eight: bool = False, **form: Any) -> tuple[Decoder, CUDARunner]:
     """A small decoder of this form (see `tiny_decoder`), and its runner."""
     decoder = tiny_decoder(**SMALL, **form)
-    return decoder, load(decoder)
+    return decoder, load(decoder, eight=eight)
 
 
 def seq(seq_id: int, tokens: tuple[int, ...], start: int, table: range, want: Want = Want.LOGITS) -> ScheduledSequence:

@@ -13,7 +13,7 @@ from shoal.runners.base import Runner
 from tests.contract.test_runner import *  # noqa: F403 - its tests are collected here, with the fixture below
 from tests.cuda.tiny import tiny_decoder
 
-KINDS: dict[str, dict[str, Any]] = {"bf16": {}}
+KINDS: dict[str, dict[str, Any]] = {"bf16": {}, "u8": {"eight": True}}
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 

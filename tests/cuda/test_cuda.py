@@ -13,14 +13,16 @@ from shoal.models import oracle
 from shoal.runners.plan import StepPlan, Want
 from tests.cuda.tiny import prompts
 
-FORMS: list[dict[str, Any]] = [
-    {},
-    {"kind": "Q4_0", "bias": True, "sinks": True, "window": 20, "soft_cap": 20.0, "post_norms": True, "qk_norm": False},
-]
+EVERYTHING: dict[str, Any] = {"bias": True, "sinks": True, "window": 20, "soft_cap": 20.0, "post_norms": True}
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "everything": {"kind": "Q4_0", "qk_norm": False, **EVERYTHING},
+    "KV in 8 bits": {"eight": True, **EVERYTHING},
+}
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-@pytest.mark.parametrize("form", FORMS, ids=["bf16", "everything"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_prefill_agrees_with_the_oracle_and_with_itself_in_chunks_and_token_by_token(form: dict[str, Any]) -> None:
     decoder, made = runner(**form)
     prompt = prompts(1, [40], 70)[0]

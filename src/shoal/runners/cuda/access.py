@@ -84,7 +84,8 @@ class DeviceBlocks:
 
     def write_checkpoint(self, checkpoint: int, tokens: int, data: NDArray[np.uint8]) -> None:
         """`RunnerError`, as `read_checkpoint`."""
-        raise RunnerError("this model has no recurrent state", value=checkpoint)
+        message = f"this model has no recurrent state: {len(data)} bytes after {tokens} tokens are of another"
+        raise RunnerError(message, value=checkpoint)
 
     def _check(self, block: BlockId) -> None:
         if not 0 <= block < self._blocks:

@@ -18,7 +18,7 @@ from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "an NVIDIA GPU"
 INSTALL = "pip install 'shoal[cuda]' on a machine with an NVIDIA GPU"
-HONOURS = ("kv_host", "kv_cache")
+HONOURS = ("kv_precision", "kv_host", "kv_cache")
 PRECISIONS = ("bf16",)
 OPTIONS = ("device",)
 """`device`: which GPU, "cuda:0" unless given. One engine uses one GPU."""
@@ -71,6 +71,7 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Pro
         memory_bytes=config.bytes_of("memory"),
         max_batch=config.max_batch,
         max_step_tokens=config.max_step_tokens,
+        eight=config.kv_precision == "u8",
     )
 
 
@@ -83,10 +84,11 @@ def load_decoder(
     memory_bytes: int | None,
     max_batch: int,
     max_step_tokens: int,
+    eight: bool = False,
 ) -> Runner:
     """The same from a description. `key` names the contents of its files, as `ModelFiles.key`.
 
-    `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step.
+    `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step. `eight` keeps KV in 8 bits.
     """
     import torch
 
@@ -96,7 +98,7 @@ def load_decoder(
     from shoal.runners.cuda.supports import kv_bytes_per_token
 
     target = torch.device(device)
-    per_block = kv_bytes_per_token(decoder) * 32
+    per_block = kv_bytes_per_token(decoder, eight=eight) * 32
     rows, slots = bucket(max_step_tokens) + bucket(max_batch), 2 * max_batch
     weights = sum(weight.tensor.data.nbytes for _, weight in decoder.weights())
     transient = rows * decoder.width * 40 + bucket(max_batch) * decoder.vocab_size * 4
@@ -114,12 +116,12 @@ def load_decoder(
     blocks = min(budget // per_block, 2**24)
     if blocks < 1:
         raise ConfigError(f"kv_memory is {kv_bytes:,} bytes", value=kv_bytes, limit=per_block, hint="raise it")
-    model = upload(decoder, target, blocks, decoder.context_length, bucket(slots))
-    spec = spec_of(decoder, blocks, model.weight_bytes, transient)
-    return CUDARunner(model, spec, identity_of(key, "bf16", target), slots=slots, rows=rows)
+    model = upload(decoder, target, blocks, decoder.context_length, bucket(slots), eight=eight)
+    spec = spec_of(decoder, blocks, model.weight_bytes, transient, eight=eight)
+    return CUDARunner(model, spec, identity_of(key, "u8" if eight else "bf16", target), slots=slots, rows=rows)
 
 
-def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 0) -> ModelSpec:
+def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 0, *, eight: bool = False) -> ModelSpec:
     """The facts the core relies on."""
     from shoal.runners.cuda.supports import kv_bytes_per_token
 
@@ -132,7 +134,7 @@ def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 
         context_length=decoder.context_length,
         block_size=32,
         num_blocks=blocks,
-        kv_bytes_per_token=kv_bytes_per_token(decoder),
+        kv_bytes_per_token=kv_bytes_per_token(decoder, eight=eight),
         weight_bytes=weight_bytes,
         step_bytes=step_bytes,
         max_chain=16,
@@ -150,7 +152,9 @@ def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | N
     return RunnerCard(
         devices=(f"cuda:{number}",),
         precision="bf16",
-        why="products in bf16; Q4_0, Q4_K, Q6_K and Q8_0 weights stay at their bytes and are unpacked in them",
+        why="products in bf16; Q4_0, Q4_K, Q6_K and Q8_0 weights stay at their bytes and are unpacked in them; "
+        "KV in bf16 (kv_precision='u8' halves it)",
+        kv=("bf16", "u8"),
         isa=(f"sm_{major}{minor}",),
         file_bytes=None if model is None else model.file_bytes,
     )

@@ -245,15 +245,15 @@ def pick(
 
 @triton.jit
 def rotate_and_keep(
-    qkv, q_norm, k_norm, cosines, sines, positions, slots, tables, keys, values, q,
+    qkv, q_norm, k_norm, cosines, sines, positions, slots, tables, keys, values, key_scales, value_scales, q,
     eps, T, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, NORMED: tl.constexpr,
-    EACH: tl.constexpr, PDL: tl.constexpr,
+    EIGHT: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate queries and keys of a row; put keys and values into its KV block. EACH heads a program.
 
     Programs: (rows, (HEADS + 2 KV) / EACH, rounded up). qkv bf16 [R, (HEADS + 2 KV) * D]; q bf16 [R, HEADS, D]; keys
-    and values bf16 [blocks, KV, BLOCK, D]; the first ROT of D are rotated in pairs (i, i + ROT / 2) with cosines and
-    sines float32 [positions, ROT / 2].
+    and values bf16 [blocks, KV, BLOCK, D], or with EIGHT int8 and their scales float32 [blocks, KV, BLOCK]; the first
+    ROT of D are rotated in pairs (i, i + ROT / 2) with cosines and sines float32 [positions, ROT / 2].
     """
     if PDL:
         gdc_wait()
@@ -281,20 +281,38 @@ def rotate_and_keep(
     cosine = tl.load(cosines + position * half + pair, mask=at < ROT, other=1.0)[None, :]
     sine = tl.load(sines + position * half + pair, mask=at < ROT, other=0.0)[None, :]
     turned = value * cosine + tl.where((at < half)[None, :], -other, other) * sine
-    value = tl.where(is_value, plain, turned).to(tl.bfloat16)
+    value = tl.where(is_value, plain, turned)
     slot = tl.load(slots + row)
     block = tl.load(tables + slot.to(tl.int64) * T + position // BLOCK).to(tl.int64)
     kv_head = tl.where(is_value, head[:, None] - HEADS - KV, head[:, None] - HEADS)
-    place = ((block * KV + kv_head) * BLOCK + position % BLOCK) * D + at[None, :]
-    tl.store(keys + place, value, mask=inside & is_key & (is_value == 0))
-    tl.store(values + place, value, mask=inside & is_value)
-    tl.store(q + (row * HEADS + head[:, None]) * D + at[None, :], value, mask=inside & (is_key == 0))
+    kept = (block * KV + kv_head) * BLOCK + position % BLOCK  # [EACH, 1]
+    place = kept * D + at[None, :]
+    a_key, a_value = is_key & (is_value == 0), is_value & (head < HEADS + 2 * KV)[:, None]
+    if EIGHT:
+        codes, scales = _eight_bits(value)
+        tl.store(keys + place, codes, mask=inside & a_key)
+        tl.store(values + place, codes, mask=inside & a_value)
+        tl.store(key_scales + kept, scales, mask=a_key)
+        tl.store(value_scales + kept, scales, mask=a_value)
+    else:
+        tl.store(keys + place, value.to(tl.bfloat16), mask=inside & a_key)
+        tl.store(values + place, value.to(tl.bfloat16), mask=inside & a_value)
+    tl.store(q + (row * HEADS + head[:, None]) * D + at[None, :], value.to(tl.bfloat16), mask=inside & (is_key == 0))
+
+
+@triton.jit
+def _eight_bits(value):
+    """Rows of float32 [M, D] as int8 codes, the largest of a row 127 or -127, and float32 scales [M, 1]."""
+    most = tl.max(tl.abs(value), axis=1)[:, None]
+    unit = tl.where(most > 1e-30, 127.0 / tl.maximum(most, 1e-30), 0.0)
+    return tl.floor(value * unit + 0.5).to(tl.int8), most / 127.0
 
 
 @triton.jit
 def _partial(
-    q, keys, values, table, start, position, last, kv_head, scale, cap, window,
+    q, keys, values, key_scales, value_scales, table, start, position, last, kv_head, scale, cap, window,
     KV: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     """One split: tokens start .. start + SPAN - 1 for queries q bf16 [M, D] at `position` [M] (they see up to their
     own).
@@ -302,16 +320,22 @@ def _partial(
     M is 64: a smaller tile would take another instruction, whose sums differ. `last` is the largest position. SPAN is
     SPLIT, or half of it where no row of the step has more: what it leaves out would add zeros at the end. Returns the
     largest score [M] (in powers of two; -inf where a row sees nothing), the sum of weights [M] and the weighted values
-    float32 [M, D]. The sum of weights is a product with ones: it has one order in every tile.
+    float32 [M, D]. The sum of weights is a product with ones: it has one order in every tile. With EIGHT, keys and
+    values are codes, exact in bf16: a key's scale multiplies its scores, a value's scale its weights.
     """
     token = start + tl.arange(0, SPAN)
     seen = token <= last
     block = tl.load(table + token // BLOCK, mask=seen, other=0).to(tl.int64)
-    at = ((block * KV + kv_head) * BLOCK + token % BLOCK) * D
+    slot = (block * KV + kv_head) * BLOCK + token % BLOCK
+    at = slot * D
     d = tl.arange(0, D)
     k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
     v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    if EIGHT:
+        k, v = k.to(tl.float32).to(tl.bfloat16), v.to(tl.float32).to(tl.bfloat16)
     score = tl.dot(q, k.trans()) * scale
+    if EIGHT:
+        score = score * tl.load(key_scales + slot, mask=seen, other=0.0)[None, :]
     if CAPPED:
         score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
     visible = token[None, :] <= position[:, None]
@@ -320,8 +344,12 @@ def _partial(
     score = tl.where(visible, score * LOG2E, float("-inf"))
     most = tl.max(score, axis=1)
     base = tl.where(most == float("-inf"), 0.0, most)
-    weight = tl.exp2(score - base[:, None]).to(tl.bfloat16)
-    mixed = tl.dot(weight, v)
+    share = tl.exp2(score - base[:, None])
+    weight = share.to(tl.bfloat16)
+    if EIGHT:
+        mixed = tl.dot((share * tl.load(value_scales + slot, mask=seen, other=0.0)[None, :]).to(tl.bfloat16), v)
+    else:
+        mixed = tl.dot(weight, v)
     ones = tl.full([SPAN, 16], 1.0, tl.float32).to(tl.bfloat16)
     total = tl.max(tl.dot(weight, ones), axis=1)  # 16 equal columns
     return most, total, mixed
@@ -350,10 +378,11 @@ def _begin(sinks, head, M: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr):
 
 @triton.jit
 def attend_rows(
-    q, keys, values, tables, positions, slots, trunk_splits, sinks, out, p_most, p_total, p_mixed,
+    q, keys, values, key_scales, value_scales, tables, positions,
+    slots, trunk_splits, sinks, out, p_most, p_total, p_mixed,
     T, scale, cap, window, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
-    D: tl.constexpr, G: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr,
+    D: tl.constexpr, G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows).
 
@@ -377,8 +406,9 @@ def attend_rows(
         table = tables + tl.load(slots + row).to(tl.int64) * T
         at = tl.full([64], 0, tl.int32) + position
         most, total, mixed = _partial(
-            mine, keys, values, table, start, at, position, kv_head, scale, cap, window, KV, D, SPAN, CAPPED, WINDOW
-        )
+            mine, keys, values, key_scales, value_scales, table, start, at, position, kv_head, scale, cap, window,
+            KV, D, SPAN, CAPPED, WINDOW, EIGHT,
+        )  # fmt: skip
         ok = g < G
         if SPLITS == 1:
             m0, t0, v0 = _begin(sinks, head, 64, D, SINKS)
@@ -394,9 +424,10 @@ def attend_rows(
 
 @triton.jit
 def attend_trunks(
-    q, keys, values, tables, positions, readers, trunks, p_most, p_total, p_mixed,
+    q, keys, values, key_scales, value_scales, tables, positions,
+    readers, trunks, p_most, p_total, p_mixed,
     T, scale, cap, window, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    G: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Splits that several rows share, read once for all of them. Programs: (work items, KV).
 
@@ -418,23 +449,9 @@ def attend_trunks(
         position = tl.load(positions + reader)
         table = tables + slot.to(tl.int64) * T
         most, total, mixed = _partial(
-            mine,
-            keys,
-            values,
-            table,
-            split * SPLIT,
-            position,
-            tl.max(position, axis=0),
-            kv_head,
-            scale,
-            cap,
-            window,
-            KV,
-            D,
-            SPLIT,
-            CAPPED,
-            False,
-        )
+            mine, keys, values, key_scales, value_scales, table, split * SPLIT, position, tl.max(position, axis=0),
+            kv_head, scale, cap, window, KV, D, SPLIT, CAPPED, False, EIGHT,
+        )  # fmt: skip
         ok = i // G < count
         place = (reader * HEADS + head) * SPLITS + split
         tl.store(p_most + place, most, mask=ok)
@@ -469,9 +486,9 @@ def merge_rows(
 
 @triton.jit
 def attend_tiles(
-    q, keys, values, tables, positions, slots, tiles, sinks, out,
+    q, keys, values, key_scales, value_scales, tables, positions, slots, tiles, sinks, out,
     T, scale, cap, window, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of neighbours in one sequence (a prompt's chunk). Programs: (tiles, KV).
 
@@ -497,23 +514,9 @@ def attend_tiles(
         last = tl.load(positions + first + count - 1)
         for split in range(begin, last // SPLIT + 1):
             m2, t2, v2 = _partial(
-                mine,
-                keys,
-                values,
-                table,
-                split * SPLIT,
-                position,
-                last,
-                kv_head,
-                scale,
-                cap,
-                window,
-                KV,
-                D,
-                SPLIT,
-                CAPPED,
-                WINDOW,
-            )
+                mine, keys, values, key_scales, value_scales, table, split * SPLIT, position, last,
+                kv_head, scale, cap, window, KV, D, SPLIT, CAPPED, WINDOW, EIGHT,
+            )  # fmt: skip
             most, total, mixed = _merge(most, total, mixed, m2, t2, v2)
         result = (mixed / total[:, None]).to(tl.bfloat16)
         tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=(i // G < count)[:, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,10 +12,41 @@ from shoal.models.decoder import Attention, Decoder, Dense, Layer, Norm
 from shoal.runners.cuda.supports import ACTIVATIONS
 from shoal.runners.cuda.weights import Matrix, paired, stacked, vector
 
+LayerKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Keys, values, scales of keys, scales of values of one layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVStore:
+    """KV of all layers, keys before values: bf16 [layers, 2, blocks + 1, KV heads, 32, dim]; the last block is a spare.
+
+    In 8 bits they are int8 codes, and `scales` float32 [layers, 2, blocks + 1, KV heads, 32], one a token and head.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], device: torch.device, *, eight: bool) -> KVStore:
+        """KV of zeros."""
+        codes = torch.zeros(shape, dtype=torch.int8 if eight else torch.bfloat16, device=device)
+        return cls(codes, torch.zeros(shape[:-1], device=device) if eight else None)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """What makes up a block."""
+        return [self.codes] if self.scales is None else [self.codes, self.scales]
+
+    def of_layer(self, number: int) -> LayerKV:
+        """For the kernels; without scales, the codes stand where nobody reads."""
+        keys, values = self.codes[number]
+        scales = (keys, values) if self.scales is None else self.scales[number]
+        return keys, values, scales[0], scales[1]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceAttention:
-    """Attention of one layer. `keys` and `values` bf16 [blocks + 1, KV heads, 32, dim]; the last block is a spare one.
+    """Attention of one layer. `kv` are keys, values and the scales of both, as `KVStore` has them of this layer.
 
     `qkv` are products whose outputs lie side by side, with their biases. `cosines`, `sines` float32 [positions, pairs].
     """
@@ -35,8 +67,7 @@ class DeviceAttention:
     has_sinks: bool
     window: int | None
     soft_cap: float | None
-    keys: torch.Tensor
-    values: torch.Tensor
+    kv: LayerKV
 
     @property
     def width(self) -> int:
@@ -79,8 +110,13 @@ class DeviceModel:
     soft_cap: float | None
     logit_scale: float
     residual_scale: float
-    kv: torch.Tensor = field(repr=False)
+    kv: KVStore = field(repr=False)
     zeros: torch.Tensor = field(repr=False)
+
+    @property
+    def eight(self) -> bool:
+        """Whether KV is kept in 8 bits."""
+        return self.kv.scales is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -92,14 +128,19 @@ class DeviceModel:
         return sum(m.nbytes for m in matrices) + (0 if tied else self.embedding.nbytes)
 
 
-def upload(decoder: Decoder, device: torch.device, blocks: int, context: int, lone_rows: int) -> DeviceModel:
-    """Bring a decoder to the device, with KV of `blocks` blocks (and a spare one) and positions up to `context`."""
+def upload(
+    decoder: Decoder, device: torch.device, blocks: int, context: int, lone_rows: int, *, eight: bool = False
+) -> DeviceModel:
+    """Bring a decoder to the device, with KV of `blocks` blocks (and a spare one) and positions up to `context`.
+
+    `eight` keeps KV in 8 bits.
+    """
     first = decoder.layers[0].mixer
     assert isinstance(first, Attention)
     shapes = {(m.kv_heads, m.key_dim) for layer in decoder.layers if isinstance(m := layer.mixer, Attention)}
     kv_heads, dim = first.kv_heads, first.key_dim
     assert len(shapes) == 1  # `refusal` saw to it
-    kv = torch.zeros((len(decoder.layers), 2, blocks + 1, kv_heads, 32, dim), dtype=torch.bfloat16, device=device)
+    kv = KVStore.empty((len(decoder.layers), 2, blocks + 1, kv_heads, 32, dim), device, eight=eight)
     tables: dict[tuple[tuple[float, ...], float], tuple[torch.Tensor, torch.Tensor]] = {}
     layers = []
     for number, layer in enumerate(decoder.layers):
@@ -109,7 +150,7 @@ def upload(decoder: Decoder, device: torch.device, blocks: int, context: int, lo
         key = (attention.rotary.frequencies, attention.rotary.factor)
         if key not in tables:
             tables[key] = _rotary(*key, context, device)
-        layers.append(_layer(layer, attention, tables[key], kv[number], device))
+        layers.append(_layer(layer, attention, tables[key], kv.of_layer(number), device))
     head = stacked([decoder.head.weight], device)[0]
     embedding = head.data if decoder.tied and head.form == 0 else _plain(decoder, device)
     return DeviceModel(
@@ -149,7 +190,7 @@ def _norm(norm: Norm | None, device: torch.device) -> torch.Tensor:
 
 
 def _layer(
-    layer: Layer, a: Attention, rotary: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, device: torch.device
+    layer: Layer, a: Attention, rotary: tuple[torch.Tensor, torch.Tensor], kv: LayerKV, device: torch.device
 ) -> DenseLayer:
     assert a.k is not None
     assert a.v is not None
@@ -186,8 +227,7 @@ def _layer(
         a.sinks is not None,
         a.window,
         a.soft_cap,
-        kv[0],
-        kv[1],
+        kv,
     )
     return DenseLayer(
         attention,

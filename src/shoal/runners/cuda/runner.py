@@ -42,7 +42,7 @@ class CUDARunner:
         """For at most `slots` sequences and `rows` rows of a step; see `load` of the package and `identity_of`."""
         self._spec = spec
         self._model = model
-        self._blocks = DeviceBlocks([model.kv], spec.num_blocks, BLOCK, identity)
+        self._blocks = DeviceBlocks(model.kv.parts, spec.num_blocks, BLOCK, identity)
         self._spare = spec.num_blocks  # the KV block that rows which fill up a bucket write to
         width = -(-spec.context_length // BLOCK) + 1
         tables = torch.full((slots + 1, width), self._spare, dtype=torch.int32, device=model.device)

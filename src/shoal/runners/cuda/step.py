@@ -234,8 +234,8 @@ class Step:
             column += matrix.n
         k.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
             *(b.qkv, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
-            *(a.keys, a.values, b.q, m.eps, self.tables.shape[1]),
-            *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, _HEADS_EACH),
+            *(*a.kv, b.q, m.eps, self.tables.shape[1]),
+            *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, m.eight, _HEADS_EACH),
             num_warps=2,
             **self._options(shape),
         )
@@ -243,9 +243,9 @@ class Step:
             self._attend_lone(shape, a)
         if shape.tiles:
             k.attend_tiles[(shape.tiles, a.kv_heads)](
-                *(b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended),
+                *(b.q, *a.kv, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended),
                 *(self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0),
-                *(a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads),
+                *(a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads, m.eight),
                 *(a.soft_cap is not None, a.window is not None, a.has_sinks),
                 num_warps=4,
                 num_stages=1,
@@ -258,9 +258,9 @@ class Step:
         partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
         trunks = shape.trunks if a.window is None else 0  # a window reads little: each row its own
         limits = (self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0)
-        sizes = (a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads)
+        sizes = (a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads, self.model.eight)
         kinds = (a.soft_cap is not None, a.window is not None, a.has_sinks)
-        reads = (b.q, a.keys, a.values, self.tables, t["positions"])
+        reads = (b.q, *a.kv, self.tables, t["positions"])
         if trunks:
             k.attend_trunks[(trunks, a.kv_heads)](
                 *(*reads, t["readers"], t["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),

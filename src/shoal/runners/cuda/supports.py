@@ -50,7 +50,8 @@ def _layer_refusal(layer: Layer) -> str | None:
     return None
 
 
-def kv_bytes_per_token(decoder: Decoder) -> int:
-    """Bytes of keys and values, all layers, of one token."""
+def kv_bytes_per_token(decoder: Decoder, *, eight: bool = False) -> int:
+    """Bytes of keys and values, all layers, of one token: in bf16, or in `eight` bits with a float32 for each head."""
     mixers = [layer.mixer for layer in decoder.layers]
-    return sum(4 * m.kv_heads * m.key_dim for m in mixers if isinstance(m, Attention))
+    heads = (m.kv_heads * (m.key_dim + 4 if eight else 2 * m.key_dim) for m in mixers if isinstance(m, Attention))
+    return 2 * sum(heads)
