@@ -45,7 +45,7 @@ def load(
 
 def runner(*, eight: bool = False, **form: Any) -> tuple[Decoder, CUDARunner]:
     """A small decoder of this form (see `tiny_decoder`), and its runner."""
-    decoder = tiny_decoder(**SMALL, **form)
+    decoder = tiny_decoder(**(SMALL | form))
     return decoder, load(decoder, eight=eight)
 
 

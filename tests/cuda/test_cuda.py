@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cuda.runners import runner, seq  # isort: skip - first, it tells Triton where to run
+from tests.cuda.runners import runner, seq, torch  # isort: skip - first, it tells Triton where to run
 
+from shoal.errors import RunnerError
 from shoal.models import oracle
 from shoal.runners.plan import StepPlan, Want
 from tests.cuda.tiny import prompts
@@ -18,6 +19,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "everything": {"kind": "Q4_0", "qk_norm": False, **EVERYTHING},
     "KV in 8 bits": {"eight": True, **EVERYTHING},
+    "three heads a KV head": {"heads": 3},
+    "experts": {"mixture": {"experts": 6, "used": 2}},
+    "experts, shared": {"kind": "Q8_0", "mixture": {"experts": 5, "used": 3, "shared": True, "gated": True}},
+    "experts, sigmoid": {"mixture": {"experts": 4, "used": 2, "scoring": "sigmoid", "selection": True, "scale": 1.5}},
+    "experts, gpt-oss": {
+        **{"bias": True, "sinks": True, "qk_norm": False},
+        "mixture": {"experts": 4, "used": 2, "scoring": "chosen", "normalise": False, "activation": "swiglu_clipped"},
+    },
 }
 
 
@@ -33,4 +42,23 @@ def test_prefill_agrees_with_the_oracle_and_with_itself_in_chunks_and_token_by_t
     for at in (38, 39):
         decoded = made.execute(StepPlan(3, (seq(2, prompt[at : at + 1], at, range(2, 4)),))).logits[0]
     assert np.array_equal(whole, decoded)
+    made.close()
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+def test_out_of_memory_is_an_error_by_name_and_what_comes_after_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = runner()
+    prompt = prompts(1, [40], 70)[0]
+    whole = made.execute(StepPlan(1, (seq(1, prompt, 0, range(2)),))).logits[0].copy()
+    made.execute(StepPlan(2, (seq(2, prompt[:20], 0, range(2, 3), Want.NOTHING),)))
+    with monkeypatch.context() as patched:
+
+        def fails(_: object) -> None:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+        patched.setattr(made._step, "run", fails)
+        with pytest.raises(RunnerError, match="out of device memory"):
+            made.execute(StepPlan(3, (seq(2, prompt[20:], 20, range(2, 4)),)))
+    again = made.execute(StepPlan(4, (seq(2, prompt[20:], 20, range(2, 4)),))).logits[0]
+    assert np.array_equal(whole, again)
     made.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import sys
-from functools import cache
 from pathlib import Path
 
 from shoal.config import EngineConfig
@@ -13,6 +11,7 @@ from shoal.errors import BackendError, ConfigError, UnsupportedModelError
 from shoal.models.decoder import Decoder
 from shoal.models.files import Progress
 from shoal.runners.base import Runner, kv_budget
+from shoal.runners.cuda.device import capabilities, told
 from shoal.runners.plan import ModelSpec
 from shoal.runners.registry import LocalModel, RunnerCard
 
@@ -25,7 +24,6 @@ OPTIONS = ("device",)
 
 LEAST_CAPABILITY = (8, 0)
 _MARGIN = 0.92  # of the free memory: what the driver, the compiler and graphs take is not ours to give
-_MAJOR, _MINOR = 75, 76  # attributes of cuDeviceGetAttribute
 
 
 def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
@@ -95,13 +93,14 @@ def load_decoder(
     from shoal.runners.cuda.access import identity_of
     from shoal.runners.cuda.model import upload
     from shoal.runners.cuda.runner import CUDARunner, bucket
-    from shoal.runners.cuda.supports import kv_bytes_per_token
+    from shoal.runners.cuda.supports import kv_bytes_per_token, step_bytes
+    from shoal.runners.cuda.weights import device_bytes
 
     target = torch.device(device)
     per_block = kv_bytes_per_token(decoder, eight=eight) * 32
     rows, slots = bucket(max_step_tokens) + bucket(max_batch), 2 * max_batch
-    weights = sum(weight.tensor.data.nbytes for _, weight in decoder.weights())
-    transient = rows * decoder.width * 40 + bucket(max_batch) * decoder.vocab_size * 4
+    weights = sum(device_bytes(weight) for _, weight in decoder.weights()) + 2 * decoder.vocab_size * decoder.width
+    transient = step_bytes(decoder, rows, bucket(max_batch))
     budget = kv_budget(kv_bytes, memory_bytes, weights + transient)
     if target.type == "cuda":
         free = int(torch.cuda.mem_get_info(target)[0] * _MARGIN) - weights - transient
@@ -116,7 +115,14 @@ def load_decoder(
     blocks = min(budget // per_block, 2**24)
     if blocks < 1:
         raise ConfigError(f"kv_memory is {kv_bytes:,} bytes", value=kv_bytes, limit=per_block, hint="raise it")
-    model = upload(decoder, target, blocks, decoder.context_length, bucket(slots), eight=eight)
+    try:
+        model = upload(decoder, target, blocks, decoder.context_length, bucket(slots), eight=eight)
+    except torch.cuda.OutOfMemoryError as error:
+        raise BackendError(
+            f"{device} ran out of memory while {decoder.name} was loaded",
+            value=blocks * per_block,
+            hint="lower kv_memory, or load a smaller model",
+        ) from error
     spec = spec_of(decoder, blocks, model.weight_bytes, transient, eight=eight)
     return CUDARunner(model, spec, identity_of(key, "u8" if eight else "bf16", target), slots=slots, rows=rows)
 
@@ -146,11 +152,11 @@ def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 
 
 
 def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | None) -> RunnerCard:
-    """The GPU; weights of the types that kernels unpack stay as the file has them."""
+    """The GPU, its driver and free memory; weights of the types that kernels unpack stay as the file has them."""
     number = _number(config)
     major, minor = capabilities()[number]
     return RunnerCard(
-        devices=(f"cuda:{number}",),
+        devices=(told(number),),
         precision="bf16",
         why="products in bf16; Q4_0, Q4_K, Q6_K and Q8_0 weights stay at their bytes and are unpacked in them; "
         "KV in bf16 (kv_precision='u8' halves it)",
@@ -167,23 +173,3 @@ def _number(config: EngineConfig) -> int:
     if name != "cuda" or not (number or "0").isdecimal():
         raise ConfigError(f"device is {device!r}", value=device, hint='give "cuda" or "cuda:1"')
     return int(number or 0)
-
-
-@cache
-def capabilities() -> tuple[tuple[int, int], ...]:
-    """The compute capability of each GPU that the driver finds; empty without a driver."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return ()
-    found = []
-    for number in range(count.value):
-        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        driver.cuDeviceGet(ctypes.byref(device), number)
-        driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-        driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
-        found.append((major.value, minor.value))
-    return tuple(found)

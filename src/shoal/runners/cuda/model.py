@@ -1,4 +1,4 @@
-"""A dense decoder on the device: weights, rotary tables and KV, from its description."""
+"""A decoder on the device: weights, rotary tables and KV, from its description."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from shoal.models.decoder import Attention, Decoder, Dense, Layer, Norm
-from shoal.runners.cuda.supports import ACTIVATIONS
-from shoal.runners.cuda.weights import Matrix, paired, stacked, vector
+from shoal.models.decoder import Attention, Decoder, Float, Layer, Norm
+from shoal.runners.balance import balances
+from shoal.runners.cuda.feed import DeviceDense, DeviceMixture, upload_feed_forward
+from shoal.runners.cuda.weights import Matrix, stacked, vector
 
 LayerKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Keys, values, scales of keys, scales of values of one layer."""
@@ -76,7 +77,7 @@ class DeviceAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseLayer:
+class DecoderLayer:
     """One layer; norms are float32 [width], None where there is none."""
 
     attention: DeviceAttention
@@ -84,14 +85,7 @@ class DenseLayer:
     mixer_post_norm: torch.Tensor | None
     ff_norm: torch.Tensor
     ff_post_norm: torch.Tensor | None
-    gate_up: Matrix
-    down: Matrix
-    activation: int
-
-    @property
-    def ff_size(self) -> int:
-        """Inner values of its feed-forward."""
-        return self.down.k
+    feed_forward: DeviceDense | DeviceMixture
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +98,7 @@ class DeviceModel:
     eps: float
     embedding: torch.Tensor
     embedding_scale: float
-    layers: list[DenseLayer]
+    layers: list[DecoderLayer]
     norm: torch.Tensor
     head: Matrix
     soft_cap: float | None
@@ -123,7 +117,7 @@ class DeviceModel:
         """What the weights take on the device."""
         matrices = [self.head]
         for layer in self.layers:
-            matrices += [layer.gate_up, layer.down, layer.attention.out, *(m for m, _ in layer.attention.qkv)]
+            matrices += [*layer.feed_forward.matrices, layer.attention.out, *(m for m, _ in layer.attention.qkv)]
         tied = self.embedding.data_ptr() == self.head.data.data_ptr()
         return sum(m.nbytes for m in matrices) + (0 if tied else self.embedding.nbytes)
 
@@ -143,6 +137,7 @@ def upload(
     kv = KVStore.empty((len(decoder.layers), 2, blocks + 1, kv_heads, 32, dim), device, eight=eight)
     tables: dict[tuple[tuple[float, ...], float], tuple[torch.Tensor, torch.Tensor]] = {}
     layers = []
+    factors = balances(decoder) if eight else {}
     for number, layer in enumerate(decoder.layers):
         attention = layer.mixer
         assert isinstance(attention, Attention)
@@ -150,7 +145,7 @@ def upload(
         key = (attention.rotary.frequencies, attention.rotary.factor)
         if key not in tables:
             tables[key] = _rotary(*key, context, device)
-        layers.append(_layer(layer, attention, tables[key], kv.of_layer(number), device))
+        layers.append(_layer(layer, attention, tables[key], kv.of_layer(number), factors.get(number), device))
     head = stacked([decoder.head.weight], device)[0]
     embedding = head.data if decoder.tied and head.form == 0 else _plain(decoder, device)
     return DeviceModel(
@@ -190,13 +185,17 @@ def _norm(norm: Norm | None, device: torch.device) -> torch.Tensor:
 
 
 def _layer(
-    layer: Layer, a: Attention, rotary: tuple[torch.Tensor, torch.Tensor], kv: LayerKV, device: torch.device
-) -> DenseLayer:
+    layer: Layer,
+    a: Attention,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    kv: LayerKV,
+    factors: Float | None,
+    device: torch.device,
+) -> DecoderLayer:
+    """`factors` [dim]: what queries' norm is multiplied by and keys' divided, see `balances`."""
     assert a.k is not None
     assert a.v is not None
-    ff = layer.feed_forward
-    assert isinstance(ff, Dense)
-    assert ff.gate is not None
+    assert layer.feed_forward is not None
     linears = (a.q, a.k, a.v)
     qkv: list[tuple[Matrix, torch.Tensor | None]] = []
     column = 0
@@ -211,6 +210,7 @@ def _layer(
         qkv.append((matrix, None if biases is None else biases[column : column + matrix.n].contiguous()))
         column += matrix.n
     one = torch.ones(a.key_dim, device=device)
+    factor = one if factors is None else torch.from_numpy(factors).to(device)
     attention = DeviceAttention(
         a.heads,
         a.kv_heads,
@@ -219,8 +219,8 @@ def _layer(
         qkv,
         stacked([a.out.weight], device)[0],
         None if a.out.bias is None else vector(a.out.bias, device),
-        one if a.q_norm is None else _norm(a.q_norm, device),
-        one if a.k_norm is None else _norm(a.k_norm, device),
+        one if a.q_norm is None else _norm(a.q_norm, device) * factor,
+        one if a.k_norm is None else _norm(a.k_norm, device) / factor,
         a.q_norm is not None,
         *rotary,
         one if a.sinks is None else vector(a.sinks, device),
@@ -229,13 +229,11 @@ def _layer(
         a.soft_cap,
         kv,
     )
-    return DenseLayer(
+    return DecoderLayer(
         attention,
         _norm(layer.mixer_norm, device),
         layer.mixer_post_norm and _norm(layer.mixer_post_norm, device),
         _norm(layer.ff_norm, device),
         layer.ff_post_norm and _norm(layer.ff_post_norm, device),
-        paired(ff.gate.weight, ff.up.weight, device),
-        stacked([ff.down.weight], device)[0],
-        ACTIVATIONS[ff.activation],
+        upload_feed_forward(layer.feed_forward, device),
     )
