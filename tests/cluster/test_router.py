@@ -146,6 +146,10 @@ def test_the_unusable_and_the_excluded_get_nothing() -> None:
     to.remove("a")
     to.remove("b")
     assert to.route(hashes(PROMPT), 21, 0.0) is None
+    full = router(*(f"r{n}" for n in range(8)))  # as many as there is room for at first
+    for n in range(100):
+        assert full.route(hashes(PROMPT), 21, 0.0, without=set(full.replicas)) is None
+        assert _end(full, route(full, PROMPT[:3], without={f"r{n % 8}"})).replica != f"r{n % 8}"
 
 
 def test_a_replica_that_takes_the_place_of_another_inherits_nothing() -> None:
