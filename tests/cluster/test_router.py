@@ -191,6 +191,20 @@ def test_depths_are_what_looking_at_every_block_gives(seed: int) -> None:
             assert index.count(slot) == len(blocks)
 
 
+def test_what_comes_and_goes_for_ever_leaves_nothing_behind() -> None:
+    index = HeldIndex(10_000)
+    for wave in range(400):
+        index.add(3, range(100 * wave, 100 * wave + 100))
+        index.remove(3, range(100 * wave, 100 * wave + 60))
+        index.add(3, range(100 * wave, 100 * wave + 10))
+        index.remove(3, range(100 * wave, 100 * wave + 99))
+    assert index.count(3) == len(index) == 400
+    assert len(index._came[3]) < 2 * 400 + 2000
+    index.add(4, range(39_990, 40_000))
+    index.clear(3)
+    assert (index.count(3), index.count(4), len(index)) == (0, 10, 10)
+
+
 def test_the_index_is_bounded_and_promises_end() -> None:
     index = HeldIndex(5)
     index.add(0, range(100))
