@@ -136,8 +136,22 @@ class HeldIndex:
 
 def _ends(index: dict[BlockHash, int], hashes: Sequence[BlockHash], first: int) -> list[tuple[int, int]]:
     """How far blocks are held by the slots that hold the first one: (blocks, bits of slots), the fewest first."""
+    if not first:
+        return []
+    low, high = 1, len(hashes) + 1
+    while high - low > 1:  # as long as all end at one place, which is nearly always
+        middle = (low + high) // 2
+        at_middle = index.get(hashes[middle - 1], 0) & first
+        if at_middle == first:
+            low = middle
+        elif not at_middle:
+            high = middle
+        else:
+            break
+    if high - low == 1:
+        return [(low, first)]
     found: list[tuple[int, int]] = []
-    stack = [(1, first, len(hashes) + 1, 0)]  # a number of blocks, who holds them, a higher one, who holds those
+    stack = [(low, first, high, 0)]  # a number of blocks, who holds them, a higher one, who holds those
     while stack:
         low, at_low, high, at_high = stack.pop()
         if at_low == at_high:
