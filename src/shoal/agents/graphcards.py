@@ -104,8 +104,10 @@ class GraphCards(CardedRun):
         self._news.set()
 
     def card(self, request: Request) -> Card:
-        """As `CardedRun.card`; its node may be new."""
+        """As `CardedRun.card`; its node may be new. Raises the refusal of a run that has grown too large."""
         self._look_around()
+        if self._refusal is not None:
+            raise self._refusal
         return super().card(request)
 
     # -- inside -------------------------------------------------------------------------------------------------
