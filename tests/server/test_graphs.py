@@ -207,6 +207,7 @@ nodes:
     run = finished(live, begin(live, text.replace("900", "1"), {}))
     assert run["state"] == "failed"
     assert "nodes" in run["note"]
+    assert len(run["together"]["cards"]) == MAX_NODES
     assert live.engine.stats().steps < steps + 100
     live.wait_idle()
 
