@@ -29,7 +29,16 @@ from shoal.errors import BenchmarkError
 from shoal.models import Store
 from shoal.models.files import local_files
 from shoal.runners.base import BlockAccess, Runner
-from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import (
+    ModelSpec,
+    ScheduledSequence,
+    SeqId,
+    StepOutput,
+    StepPlan,
+    Want,
+    WindowId,
+    windows_in_turn,
+)
 from shoal.types import Namespace, Request, Result, SamplingParams
 
 Tell = Callable[[str], None]
@@ -304,8 +313,13 @@ def _costs(runner: Runner, streams: int) -> dict[int, float]:
     each = -(-(_CONTEXT + 64) // size)
     tables = [tuple(range(i * each, (i + 1) * each)) for i in range(streams)]
     ids = [-1 - i for i in range(streams)]
-    for table, seq_id in zip(tables, ids, strict=True):
-        inner.execute(StepPlan(0, (ScheduledSequence(seq_id, (5,) * _CONTEXT, 0, table, Want.NOTHING),)))
+
+    def windows(i: int, start: int, tokens: int) -> tuple[WindowId, ...]:
+        return windows_in_turn(inner.spec, start, tokens, i, streams)
+
+    for i, (table, seq_id) in enumerate(zip(tables, ids, strict=True)):
+        filled = ScheduledSequence(seq_id, (5,) * _CONTEXT, 0, table, Want.NOTHING, windows=windows(i, 0, _CONTEXT))
+        inner.execute(StepPlan(0, (filled,)))
     found = {}
     for rows in _ROWS:
         if rows < streams:
@@ -314,8 +328,8 @@ def _costs(runner: Runner, streams: int) -> dict[int, float]:
         plan = StepPlan(
             0,
             tuple(
-                ScheduledSequence(i, (5,) * n, _CONTEXT, t, Want.ARGMAX, n, rows=n)
-                for i, n, t in zip(ids, counts, tables, strict=True)
+                ScheduledSequence(s, (5,) * n, _CONTEXT, t, Want.ARGMAX, n, rows=n, windows=windows(i, _CONTEXT, n))
+                for i, (s, n, t) in enumerate(zip(ids, counts, tables, strict=True))
             ),
         )
         times = []

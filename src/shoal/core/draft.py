@@ -249,7 +249,13 @@ class Drafter:
             tokens = (*item.tokens, *draft.source.tokens[draft.at : draft.at + count])
             want, top = (Want.LOGITS, 0) if item.want is Want.TOP else (item.want, item.top)
             planned[place] = item._replace(
-                tokens=tokens, block_table=seq.table, want=want, top=top, generated=len(tokens), rows=len(tokens)
+                tokens=tokens,
+                block_table=seq.table,
+                want=want,
+                top=top,
+                generated=len(tokens),
+                rows=len(tokens),
+                windows=seq.window_table,
             )
             found = True
         return found
