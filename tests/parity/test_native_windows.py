@@ -76,10 +76,21 @@ def test_a_budget_buys_more_blocks_where_windows_lie_apart(tmp_path: Path) -> No
     assert apart.num_blocks > 2 * together.num_blocks
     assert apart.num_windows == pytest.approx(apart.num_blocks / 8, abs=2)
     assert apart.kv_bytes <= 16 << 20
-    tight = open_tiny(path, kv_bytes=together.block_bytes * 40, window_blocks=True).spec
-    assert (tight.num_blocks, tight.window) == (40, 0), "eight sequences and a step would need more window blocks"
-    assert _windows_in(1 << 20, 1000, 5000, 10) == (1 << 20) // 13000
-    assert _windows_in(10000, 1000, 1000, 6) == 0
+    tight = open_tiny(path, kv_bytes=together.block_bytes * 4, window_blocks=True).spec
+    assert (tight.num_blocks, tight.window) == (4, 0), "not even one sequence has a window in so little"
+
+
+@pytest.mark.parametrize(
+    ("budget", "windows"),
+    [
+        (1 << 20, (1 << 20) // 13000),  # an eighth of the blocks have one
+        (480_000, 60),  # eight sequences have theirs
+        (300_000, 43),  # seven eighths of the fifty blocks that would have room with theirs
+        (60_000, 0),  # too few for one
+    ],
+)
+def test_how_many_window_blocks_a_budget_buys(budget: int, windows: int) -> None:
+    assert _windows_in(budget, 1000, 5000, 10, 60) == windows
 
 
 def test_plans_without_the_right_window_blocks_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shoal.config import EngineConfig
@@ -20,14 +22,14 @@ from tests.support.tiers import Lab, alone
 A = list(range(100, 124))  # six blocks
 
 
-def driver(windows: int = 32, blocks: int = 64, **settings: object) -> tuple[Driver, WindowBlocks]:
+def driver(windows: int = 32, blocks: int = 64, **settings: Any) -> tuple[Driver, WindowBlocks]:
     made = Driver(blocks, window=8, num_windows=windows, **settings)
     kept = made.scheduler.kv.windows
     assert kept is not None
     return made, kept
 
 
-def run(made: Driver, tokens: list[int], max_tokens: int = 1, **fields: object) -> int:
+def run(made: Driver, tokens: list[int], max_tokens: int = 1, **fields: Any) -> int:
     """Run one request to its end; returns its cached tokens."""
     seq = made.add(tokens, max_tokens, **fields)
     made.drain()
@@ -213,24 +215,26 @@ def test_cached_prefixes_are_bounded_with_their_window_blocks() -> None:
     assert KVCacheManager(spec(64, window=8, num_windows=32), config)._max_cached == 5
 
 
-def test_only_whole_blocks_go_out_and_only_the_last_window_comes_back_whole() -> None:
+def test_only_whole_blocks_go_out() -> None:
     made, kept = driver()
     kv = made.scheduler.kv
     planner = TierPlanner(kv.tree, Paths("", b""))
     run(made, A)
     path = kv.tree.path(A, Namespace(), limit=24)
-    for _ in range(len(kept.free)):
-        kept._free.pop()  # none is free: the next takes the one that has been spare for longest
-    first = kept.of(path[0].block)
-    kept.restored(kv.pool.take())
+    taken = kept._free[:]
+    kept._free.clear()  # none is free: the next takes the one that has been spare for longest
+    kept._give(kv.pool.take())
+    assert taken
+    assert kept.of(path[0].block) is None
     out = []
     while (outgoing := planner.take(lambda digest: False)) is not None:
         out.append((outgoing.block, outgoing.window))
     assert out == [(node.block, kept.of(node.block)) for node in path[1:]]
-    assert first is not None
     assert planner.lost == 1
 
-    made, kept = driver()
+
+def test_of_what_comes_back_only_the_last_window_is_whole() -> None:
+    made, _ = driver()
     waiting = made.add([*A, 1])
     made.apply(Restore(waiting.seq_id, 0, 6, Tier.HOST))
     restored = made.scheduler.take_restored()
@@ -240,8 +244,29 @@ def test_only_whole_blocks_go_out_and_only_the_last_window_comes_back_whole() ->
     assert waiting.cached_tokens == 24
 
 
-def toy(windows: int, **fields: object) -> FakeRunner:
-    return FakeRunner(num_blocks=64, block_size=8, window=20, num_windows=windows, **fields)  # type: ignore[arg-type]
+def test_window_blocks_that_were_lost_come_back_to_blocks_that_are_still_there() -> None:
+    made, kept = driver(windows=8)
+    kv = made.scheduler.kv
+    planner = TierPlanner(kv.tree, Paths("", b""))
+    run(made, A)
+    path = kv.tree.path(A, Namespace(), limit=24)
+    kept._spare.move_to_end(path[4].block, last=False)
+    run(made, list(range(200, 212)))
+    wanted = planner.wanted([*A, 1], Namespace(), limit=24, known=lambda digest: True)
+    assert wanted is not None
+    assert (wanted.first, wanted.blocks) == (4, (planner.digest(path[4]), planner.digest(path[5])))
+    waiting = made.add([*A, 1])
+    made.apply(Restore(waiting.seq_id, wanted.first, 2, Tier.HOST))
+    restored = made.scheduler.take_restored()
+    assert (restored.blocks, restored.skipped) == ((path[4].block, path[5].block), 0)
+    assert restored.windows == (kept.of(path[4].block), kept.of(path[5].block))
+    check_integrity(made.scheduler)
+    made.step()
+    assert waiting.cached_tokens == 24
+
+
+def toy(windows: int) -> FakeRunner:
+    return FakeRunner(num_blocks=64, block_size=8, window=20, num_windows=windows)
 
 
 def test_the_toy_model_writes_the_same_with_few_windows_and_with_many() -> None:

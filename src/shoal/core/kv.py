@@ -62,6 +62,11 @@ class KVCacheManager:
         """Blocks that are free or can be made so by eviction."""
         return self.pool.num_free + self.pool.num_cached
 
+    @property
+    def growth(self) -> int:
+        """Blocks by which sequences could grow: each takes a window block too, where the model has a window."""
+        return self.available if self.windows is None else min(self.available, self.windows.available)
+
     def has_room(self, tokens: int) -> bool:
         """True when a sequence of that many tokens could find blocks and window blocks."""
         blocks = self.blocks_for(tokens)
@@ -102,33 +107,27 @@ class KVCacheManager:
         """
         size, tokens, namespace = self.block_size, self.tree_tokens(seq), seq.spec.namespace
         path = [node.block for node in self.tree.path(tokens, namespace, limit=(first + count) * size)]
-        skipped = len(path) - first
-        if skipped < 0 or self.tree.is_stale(namespace):
+        if len(path) < first or self.tree.is_stale(namespace):
             return Restored()
         self.pool.hold(path)  # what is continued must not make room for it
-        wanted = min(count - skipped, self.available - spare)
+        missing = first + count - len(path)
+        wanted = min(missing, self.available - spare)
         if self.tree.max_cached is not None:  # more would be evicted again before anybody joins
             wanted = min(wanted, self.tree.max_cached - len(path))
         self.tree.evict(wanted - self.pool.num_free)
         blocks = [self.pool.take() for _ in range(max(0, min(wanted, self.pool.num_free)))]
         whole = [*path, *blocks]
         self.tree.insert(tokens[: len(whole) * size], whole, namespace)
-        windows = self._restored_windows(blocks, len(whole) * size)
         checkpoint = None
-        if state and self.checkpoints is not None and whole and len(blocks) == count - skipped:
+        if state and self.checkpoints is not None and whole and len(blocks) == missing:
             checkpoint = self.checkpoints.reserve(self.pool)
             if checkpoint is not None:
                 self.tree.keep_state(whole[-1], size, checkpoint)
+        begin, windows = len(path), (None,) * len(blocks)
+        if self.windows is not None:
+            begin, windows = self.windows.restore(whole, first, len(path))
         self.tree.release(whole)
-        return Restored(tuple(blocks), skipped, checkpoint, len(whole) * size, windows)
-
-    def _restored_windows(self, blocks: list[BlockId], tokens: int) -> tuple[WindowId | None, ...]:
-        """Window blocks of the last blocks of so many tokens: what is seen from their end, and so no more."""
-        if self.windows is None:
-            return (None,) * len(blocks)
-        unseen = max(self._spec.first_block(tokens) - (tokens // self.block_size - len(blocks)), 0)
-        seen = blocks[unseen:]
-        return (*[None] * (len(blocks) - len(seen)), *map(self.windows.restored, seen))
+        return Restored(tuple(whole[begin:]), begin - first, checkpoint, len(whole) * size, windows)
 
     # -- sequences that run -------------------------------------------------------------------------------------
 
@@ -241,9 +240,7 @@ class KVCacheManager:
     ) -> tuple[tuple[tuple[BlockId, BlockId], ...], tuple[tuple[WindowId, WindowId], ...]]:
         """What sequences that have just joined take by copy: (source, destination) blocks, and window blocks."""
         blocks = [(seq.copy_source, seq.blocks[seq.shared_blocks]) for seq in joined if seq.copy_source is not None]
-        if self.windows is None:
-            return tuple(blocks), ()
-        return tuple(blocks), tuple((self.windows.of(a), self.windows.of(b)) for a, b in blocks)
+        return tuple(blocks), self.windows.copies(blocks) if self.windows is not None else ()
 
     def advance(self, seq: Sequence) -> None:
         """A sequence has computed more, and the tree knows its full blocks: let go what it sees no longer."""

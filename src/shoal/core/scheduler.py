@@ -289,7 +289,7 @@ class Scheduler:
             chain = 1
         elif self._drafter is not None:
             most = min(self._rows, self.config.max_step_tokens) - decodes
-            spare = max(self.kv.available - len(self.running), 0)  # blocks that nobody else may need soon
+            spare = max(self.kv.growth - len(self.running), 0)  # blocks that nobody else may need soon
             if self._drafter.plan(decoding, planned, self.kv, self.pacer, most, spare):
                 chain = 1
         self._step += 1

@@ -170,6 +170,8 @@ class TierPlanner:
             return None
         size = self._tree.block_size
         path = self._tree.path(tokens, namespace, limit=limit)
+        if self._tree.windows is not None:  # what lies behind lost window blocks is wanted again, for theirs
+            path = path[: self._tree.windows.reach(path)]
         digest = self.digest(path[-1]) if path else self.paths.root(namespace)
         digests: list[Digest] = []
         for at in range(len(path) * size, limit - size + 1, size):

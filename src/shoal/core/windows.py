@@ -72,6 +72,10 @@ class WindowBlocks:
         window = self._of[block]
         return None if window == _NONE else window
 
+    def copies(self, blocks: Seq[tuple[BlockId, BlockId]]) -> tuple[tuple[WindowId, WindowId], ...]:
+        """What copies of blocks are of window blocks; source and destination have theirs."""
+        return tuple((self._of[source], self._of[destination]) for source, destination in blocks)
+
     # -- hits -----------------------------------------------------------------------------------------------------
 
     def reach(self, path: Seq[TreeNode]) -> int:
@@ -179,13 +183,20 @@ class WindowBlocks:
 
     # -- the tree -------------------------------------------------------------------------------------------------
 
-    def restored(self, block: BlockId) -> WindowId | None:
-        """A window block for a block that is in the tree and about to be written; None when there is none to spare."""
-        if not self.available:
-            return None
-        window = self._give(block)
-        self._spare[block] = None
-        return window
+    def restore(self, path: Seq[BlockId], first: int, there: int) -> tuple[int, tuple[WindowId | None, ...]]:
+        """Give window blocks to what is seen from the end of a path whose blocks from `first` on are back from a tier.
+
+        So many of its blocks were `there` before. Returns from which block on they are to be written, the first that
+        is new or gets a window block, and their window blocks: what is seen no more gets none.
+        """
+        seen = max(self._spec.first_block(len(path) * self._spec.block_size), first)
+        lacking = (i for i in range(seen, there) if self._of[path[i]] == _NONE)
+        begin = next(lacking, there)
+        for block in path[max(begin, seen) :]:
+            if self._of[block] == _NONE and self.available:
+                self._give(block)
+                self._spare[block] = None
+        return begin, tuple(self.of(block) for block in path[begin:])
 
     def left(self, block: BlockId) -> None:
         """A block left the prefix tree."""

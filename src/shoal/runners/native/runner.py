@@ -329,8 +329,9 @@ def _spec(
     checkpoints = max(1, min(MAX_CHECKPOINTS, budget // 4 // state_bytes)) if state_bytes else 0
     left, windows = budget - checkpoints * state_bytes, 0
     if window_blocks and not state_bytes and 0 < window < facts["context"]:
-        least = max_batch * (-(-window // BLOCK_SIZE) + 3) + -(-max_step_tokens // BLOCK_SIZE)
-        windows = _windows_in(left, block_bytes, window_bytes, least)
+        one = -(-window // BLOCK_SIZE) + 3  # what a sequence sees and writes, wherever it stands, and what it copies
+        everybody = max_batch * one + -(-max_step_tokens // BLOCK_SIZE)
+        windows = _windows_in(left, max(block_bytes, BLOCK_SIZE), window_bytes, one, everybody)
     if not windows:  # all of them lie in the blocks
         block_bytes, window_bytes, window = block_bytes + window_bytes, 0, 0
     block_bytes = max(block_bytes, BLOCK_SIZE)  # where all layers have windows
@@ -368,8 +369,12 @@ def _spec(
     )
 
 
-def _windows_in(budget: int, block_bytes: int, window_bytes: int, least: int) -> int:
-    """How many window blocks to make of a budget, at least so many; 0 where every block might as well have its own."""
-    windows = max(budget // (_BLOCKS_A_WINDOW * max(block_bytes, BLOCK_SIZE) + window_bytes), least)
-    blocks = (budget - windows * window_bytes) // max(block_bytes, BLOCK_SIZE)
-    return min(windows, 2**31 - 1) if blocks > windows else 0
+def _windows_in(budget: int, block_bytes: int, window_bytes: int, one: int, everybody: int) -> int:
+    """How many window blocks to make of a budget that holds blocks too.
+
+    An eighth of the blocks have one; but there are enough for the windows of `everybody` at once, as far as that leaves
+    an eighth of the budget for what is longer. 0 where it would be too few for `one` sequence.
+    """
+    enough = min(everybody, 7 * (budget // (block_bytes + window_bytes)) // 8)
+    windows = max(budget // (_BLOCKS_A_WINDOW * block_bytes + window_bytes), enough)
+    return min(windows, 2**31 - 1) if windows >= one else 0

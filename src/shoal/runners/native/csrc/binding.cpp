@@ -174,17 +174,17 @@ Plan plan_of(const nb::list& sequences, Copies copies, Copies window_copies, int
         const int want = nb::cast<int>(t[3]);
         if (want < 0 || want > 3) throw PlanError("unknown want");
         plan.sequences.push_back({nb::cast<std::vector<int>>(t[0]), nb::cast<std::vector<int>>(t[2]),
-                                  nb::cast<std::vector<int>>(t[9]), nb::cast<int>(t[1]), nb::cast<int>(t[4]), nb::cast<int>(t[5]), Want(want),
-                                  nb::cast<int64_t>(t[6]), nb::cast<int>(t[7]), nb::cast<int>(t[8])});
+                                  nb::cast<std::vector<int>>(t[9]), nb::cast<int>(t[1]), nb::cast<int>(t[4]),
+                                  nb::cast<int>(t[5]), Want(want), nb::cast<int64_t>(t[6]), nb::cast<int>(t[7]),
+                                  nb::cast<int>(t[8])});
     }
     return plan;
 }
 
 using Logits = nb::ndarray<float, nb::numpy, nb::c_contig, nb::device::cpu>;
 
-std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, const nb::list& sequences,
-                                                                Copies copies, Copies window_copies, int chain,
-                                                                Logits logits) {
+std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, const nb::list& sequences, Copies copies,
+                                                                Copies window_copies, int chain, Logits logits) {
     const Plan plan = plan_of(sequences, std::move(copies), std::move(window_copies), chain);
     size_t rows = 0;
     for (const auto& s : plan.sequences) rows += s.want == Want::kLogits ? size_t(std::max(s.rows, 0)) : 0;
@@ -232,7 +232,8 @@ NB_MODULE(_core, m) {
             const Sizes sizes = lay_out(c, layers);
             return std::make_tuple(sizes.block, sizes.window_block, sizes.window, sizes.state_floats * sizeof(float));
         },
-        "Bytes of a block of KV and of a window block, the window, and bytes of a sequence's recurrent state. FormatError for "
+        "Bytes of a block of KV and of a window block, the window, and bytes of a sequence's recurrent state. "
+        "FormatError for "
         "what the kernels cannot do.");
     nb::class_<Model>(m, "Core")
         .def("__init__",

@@ -257,8 +257,7 @@ void Model::check_windows(const Plan& plan) const {
             place = window, owner = block;
             const int from = std::min(std::max(seq.start - b * kBlock, 0), kBlock);
             if (uint32_t((uint64_t(1) << from) - 1) & ~written[size_t(window)])
-                fail(who + "it reads slots of window block " + std::to_string(window) +
-                     " that nothing was written to");
+                fail(who + "it reads slots of window block " + std::to_string(window) + " that nothing was written to");
         }
     }
 }

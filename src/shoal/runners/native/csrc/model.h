@@ -99,7 +99,7 @@ struct InputFacts {
 
 struct Config {
     int embd = 0, vocab = 0, context = 0, blocks = 0, threads = 0, kv_bits = 16, checkpoints = 0;
-    int windows = 0;  // window blocks; 0: KV of layers with a window lies in the blocks too
+    int windows = 0;                // window blocks; 0: KV of layers with a window lies in the blocks too
     bool pin = false, map = false;  // map: weights stay in the packed file and are paged from there
     InputFacts inputs;
     float embedding_scale = 1, logit_scale = 1, cap = 0;
@@ -285,8 +285,9 @@ class Model {
     std::unordered_map<int64_t, State> states_;
     std::vector<State> checkpoints_;                   // seen 0: nothing was saved
     mutable std::vector<uint32_t> written_, claimed_;  // a bit per slot of each block; claimed_ is check()'s scratch
-    std::vector<uint32_t> window_written_;              // the same of window blocks
-    mutable std::vector<int> window_of_, block_of_;     // of each block and each window block in the plan checked last; or -1
+    std::vector<uint32_t> window_written_;             // the same of window blocks
+    mutable std::vector<int> window_of_,
+        block_of_;  // of each block and each window block in the plan checked last; or -1
     std::unique_ptr<Pool> pool_;
     std::shared_ptr<Step> step_;  // shared: its type is only known in step.cpp
 };
