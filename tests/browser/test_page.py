@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,6 +287,45 @@ def test_specialists_are_edited_and_choices_remembered(bench: Bench) -> None:
     bench.ask()
     bench.wait_end()
     expect(page.locator("#run .card h3")).to_have_text(["Poet", "Plan", "Synthesis"])
+
+
+GRAPH = """name: fleet
+shared: "You write about {question}, in short sentences."
+nodes:
+  plan: {task: Name one thing., sampling: {max_tokens: 8, ignore_eos: true}}
+  part: {map: parts, after: plan, task: "Write about {item}.", sampling: {max_tokens: 8, ignore_eos: true}}
+  editor: {after: part, task: Join them., sampling: {max_tokens: 8, ignore_eos: true}}
+"""
+
+
+def test_a_graph_from_a_file_is_asked(bench: Bench, tmp_path: Path) -> None:
+    page, dialog = bench.page, bench.page.locator("#graph")
+    (tmp_path / "wrong.yaml").write_text(GRAPH.replace("after: part", "after: prat"))
+    (tmp_path / "fleet.yaml").write_text(GRAPH)
+    page.locator("#graph-open").click()
+    page.locator("#graph-file").set_input_files(tmp_path / "wrong.yaml")
+    expect(dialog.get_by_role("alert")).to_contain_text("wrong.yaml:6: after names 'prat', which is no node")
+    page.locator("#graph-file").set_input_files(tmp_path / "fleet.yaml")
+    expect(dialog.get_by_role("alert")).to_be_hidden()
+    expect(dialog.locator("#graph-nodes b")).to_have_text(["plan", "part", "editor"])
+    dialog.get_by_label("Input parts").fill('["sails", "oars"]')
+    dialog.get_by_role("button", name="Done").click()
+    expect(page.locator("#graph-open")).to_have_text("Graph: fleet")
+    expect(page.locator("#team-open")).to_be_hidden()
+    page.fill("#question", "boats")
+    page.press("#question", "Enter")
+    expect(page.locator("#run .card h3")).to_have_text(["plan", "part", "editor", "part[0]", "part[1]"])
+    bench.wait_end()
+    assert bench.states() == ["done"] * 5
+    expect(page.locator("#run-facts")).to_contain_text("graph fleet (fleet.yaml)")
+    expect(page.locator("#totals")).to_contain_text("4 agents, 32 tokens")
+    expect(bench.card(4).locator(".card-facts")).to_contain_text("8\u00a0tok")
+    page.locator("#graph-open").click()
+    dialog.get_by_role("button", name="Back to the specialists").click()
+    dialog.get_by_role("button", name="Done").click()
+    expect(page.locator("#team-open")).to_be_visible()
+    page.reload()  # what was written comes back with its cards
+    expect(page.locator("#run .card h3")).to_have_count(5)
 
 
 def test_settings_reach_the_engine_and_the_store_is_shown(bench: Bench, live: Live) -> None:

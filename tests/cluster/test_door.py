@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -134,7 +134,7 @@ def test_a_wrong_request_is_refused_here_and_sent_nowhere_else(cluster: Cluster)
 def test_callbacks_that_raise_end_what_they_belong_to_and_nothing_else(cluster: Cluster) -> None:
     """As on an engine with a model: the door and its other requests go on."""
 
-    def raises(_: object = None) -> bool:
+    def raises(_: object = None) -> NoReturn:
         raise ValueError("mine")
 
     cluster.door.on_step_start(raises)

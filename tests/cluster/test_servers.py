@@ -17,7 +17,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 
 from shoal.cluster.links import ServerLink
 from shoal.core.request import RequestSpec
-from shoal.engine.loop import NOTHING
+from shoal.engine.inflight import NOTHING
 from shoal.errors import InvalidRequestError
 from shoal.types import Event, Namespace, Priority, SamplingParams
 

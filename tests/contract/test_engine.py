@@ -10,8 +10,9 @@ import pytest
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.core.commands import PreemptAll
+from shoal.engine.inflight import Output, RequestState
 from shoal.engine.inputs import InputProcessor
-from shoal.engine.loop import Output, RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.runners.base import Runner
 from shoal.types import Event, FinishReason, Request, Result, SamplingParams
 

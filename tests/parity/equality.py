@@ -24,11 +24,12 @@ import numpy as np
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.core.commands import PreemptAll
+from shoal.engine.inflight import Output, RequestState
 from shoal.engine.inputs import Codec, InputProcessor
 from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
-from shoal.engine.loop import Output, RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.runners.base import BlockAccess, Runner
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want

@@ -9,11 +9,12 @@ import pytest
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.engine.engine import Engine
+from shoal.engine.inflight import RequestState
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.engine.pressure import MemoryWatch
 from shoal.errors import MemoryPressureError, SensorError
 from shoal.power.macos import mac_pressure
@@ -138,7 +139,7 @@ def test_at_last_new_requests_are_refused_and_taken_again() -> None:
     watch = MemoryWatch([sensor], clock=lambda: now[0])
     request = Request(prompt="abc", sampling=SamplingParams(max_tokens=2))
     with Engine(FakeRunner, ByteTokenizer(), EngineConfig(), memory=watch) as engine:
-        engine._watchdog.stop(5.0)  # samples are this test's
+        engine._thread.watchdog.stop(5.0)  # samples are this test's
         engine.complete(request)
         sensor.level = Level.CRITICAL
         watch.sample()

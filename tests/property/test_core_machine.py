@@ -16,11 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.core.commands import CancelExpectation, Expect, KeepCached, PreemptAll, PreemptLow
+from shoal.engine.inflight import RequestState
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.errors import KVBudgetError, PromptTooLongError, RunnerError
 from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepPlan

@@ -19,7 +19,15 @@ from shoal.server.openai.schemas import (
     TokenizeRequest,
     UnloadRequest,
 )
-from shoal.server.swarmbench.schemas import PullRequest, RenameRequest, SettingsRequest, StopRequest, SwarmRequest
+from shoal.server.swarmbench.schemas import (
+    GraphFile,
+    GraphRequest,
+    PullRequest,
+    RenameRequest,
+    SettingsRequest,
+    StopRequest,
+    SwarmRequest,
+)
 from tests.support.live import Live, error_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -36,6 +44,8 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "`POST /models/load`": (LoadRequest, None),
     "`POST /models/unload`": (UnloadRequest, None),
     "`POST /swarmbench/runs`": (SwarmRequest, None),
+    "`POST /swarmbench/graphs`": (GraphFile, None),
+    "`POST /swarmbench/graphs/runs`": (GraphRequest, None),
     "`POST /swarmbench/runs/{run_id}/stop`": (StopRequest, None),
     "`PATCH /swarmbench/runs/{run_id}`": (RenameRequest, None),
     "`POST /swarmbench/storage`": (PullRequest, None),

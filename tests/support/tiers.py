@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from shoal.core.audit import check_integrity
 from shoal.core.tiers import Digest
+from shoal.engine.inflight import RequestState
 from shoal.engine.kv.buffers import Buffers
 from shoal.engine.kv.disk import DiskTier
 from shoal.engine.kv.files import KVFiles
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.runners.fake import FakeRunner
 from shoal.runners.native.runner import NativeRunner
 from shoal.types import Event, Namespace, Receipt, Request, Result, SamplingParams

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
+from shoal.engine.inflight import RequestState
 from shoal.engine.inputs import InputProcessor
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
 from shoal.types import Request, SamplingParams
@@ -20,7 +23,7 @@ class Bench:
         self.runner = FakeRunner(checkpoints=checkpoints, keep_plans=True)
         self.loop = StepLoop(self.runner, InputProcessor(self.runner.spec, None, 0), EngineConfig.of(**settings))
 
-    def run(self, *prompts: list[int], prefill_only: bool = False) -> list[RequestState]:
+    def run(self, *prompts: list[int], prefill_only: bool = False) -> Sequence[RequestState]:
         states = [
             self.loop.add(
                 str(i),

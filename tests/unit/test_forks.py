@@ -10,7 +10,7 @@ import pytest
 from shoal import Engine, FinishReason, Request, SamplingParams
 from shoal.core.audit import check_integrity
 from shoal.engine.handles import Handle
-from shoal.engine.loop import Output
+from shoal.engine.inflight import Output
 from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from shoal.runners.fake import FakeRunner
 from shoal.runners.plan import StepPlan
@@ -21,7 +21,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 def nothing_is_left(engine: Engine) -> None:
     engine.call(lambda: check_integrity(engine._loop.scheduler))
-    assert not engine._sinks
+    assert not engine._admission
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.kv_held_bytes) == (0, 0, 0)
 
@@ -52,7 +52,7 @@ def forked_at(gate: Gate, parent: Handle, count: int) -> list[Any]:
     assert gate.reached.wait(20)
     thread = threading.Thread(target=fork)
     thread.start()
-    while parent._engine._mailbox._commands.empty():  # the command waits for the pass to end
+    while parent._engine._thread._mailbox._commands.empty():  # the command waits for the pass to end
         thread.join(0.005)
         assert thread.is_alive(), told
     gate.opened.set()
@@ -89,7 +89,7 @@ def test_a_fork_that_is_refused_leaves_none_of_its_branches_in_line() -> None:
         next(iter(parent))
         with pytest.raises(QueueFullError):
             parent.fork(5)
-        assert len(engine._sinks) == 1
+        assert len(engine._admission) == 1
         children = parent.fork(3)
         for handle in (parent, *children):
             handle.abort()
@@ -163,7 +163,7 @@ def test_an_engine_that_closes_meanwhile_refuses_the_fork() -> None:
     with pytest.raises(EngineClosedError):
         parent.fork(2)
     assert parent.result(5).finish_reason is FinishReason.ABORTED
-    assert not engine._sinks
+    assert not engine._admission
 
 
 def test_a_prefill_has_nothing_to_branch() -> None:

@@ -122,7 +122,7 @@ def test_loading_closes_the_engine_when_the_state_is_broken(tmp_path: Path, monk
     with pytest.raises(StoreError, match="no state can be read"):
         Watched.load("x", state=tmp_path)
     assert made[0].closed
-    assert not made[0]._thread.is_alive()
+    assert not made[0]._thread.runs
 
 
 def test_an_interrupted_cache_prefix_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,4 +185,4 @@ def test_an_async_engine_that_is_cancelled_while_it_loads_is_closed(monkeypatch:
 
     asyncio.run(main())  # waits for its threads
     assert made[0].closed
-    assert not made[0]._thread.is_alive()
+    assert not made[0]._thread.runs

@@ -28,6 +28,7 @@ class CardState(StrEnum):
     DECODING = "decoding"
     DONE = "done"
     FAILED = "failed"
+    SKIPPED = "skipped"  # its node was not needed, or its dependants go on without it
     ABORTED = "aborted"
 
 
@@ -42,11 +43,14 @@ _ENDS = {
 class Card:
     """What one agent has written so far and where it stands. Changed by its swarm only, on the thread that pumps.
 
-    `text` is the joined text of the events taken so far, `result` is set with the last one.
+    `text` is the joined text of the events taken so far, `result` is set with the last one. Where its agent begins
+    anew, or something else stands in for what it wrote, `version` is counted up. `cause` is why it ended no better.
     """
 
     specialist: Specialist
     text: str = ""
+    version: int = 0
+    cause: str | None = None
     tokens: int = 0
     state: CardState = CardState.QUEUED
     first_token_at: float | None = None
@@ -61,7 +65,7 @@ class Card:
     @property
     def finished(self) -> bool:
         """True when nothing more will come."""
-        return self.state in (CardState.DONE, CardState.FAILED, CardState.ABORTED)
+        return self.state in (CardState.DONE, CardState.FAILED, CardState.SKIPPED, CardState.ABORTED)
 
     def tokens_per_s(self, now: float) -> float:
         """Tokens per second since the first one; 0 while there are fewer than two."""
@@ -71,6 +75,17 @@ class Card:
         exact = result is not None and result.ttft_s is not None
         span = result.latency_s - result.ttft_s if exact else now - self.first_token_at  # type: ignore[union-attr,operator]
         return (self.tokens - 1) / span if span > 0 else 0.0
+
+    def begin(self, handle: Handle) -> None:
+        """A request begins for it: what an earlier attempt wrote is gone."""
+        self.handle = handle
+        self.rewrite("")
+        self.tokens, self.first_token_at, self.result = 0, None, None
+
+    def rewrite(self, text: str) -> None:
+        """Let it show `text`, whatever it shows now."""
+        self.version += not text.startswith(self.text)
+        self.text = text
 
     def take(self, event: Event, now: float) -> None:
         """Add what an event brings."""

@@ -24,9 +24,10 @@ from shoal.bench.workloads import TEXT, Job, Workload, make_jobs
 from shoal.config import EngineConfig
 from shoal.core.audit import check_integrity
 from shoal.engine.engine import Engine
+from shoal.engine.inflight import RequestState
 from shoal.engine.inputs import InputProcessor
 from shoal.engine.loading import make_runner
-from shoal.engine.loop import RequestState, StepLoop
+from shoal.engine.loop import StepLoop
 from shoal.errors import BenchmarkError
 from shoal.models import Store, load_tokenizer
 from shoal.names import did_you_mean
@@ -242,6 +243,13 @@ def _paced(bench: Bench, policy: PowerPolicy, hot: bool, number: int, counting: 
     return {**told, "joules_per_token": joules / report.output_tokens} if counting else told
 
 
+def page(bench: Bench) -> dict[str, Any]:
+    """The page over `shoal serve`: from the click until eight agents have ended on the screen, and what that costs."""
+    from shoal.bench.page import measure_page  # here: it needs the server
+
+    return measure_page(bench.model, bench.runner, bench.runs)
+
+
 _ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
@@ -282,4 +290,5 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "masks": masks,
     "graph": graph,
     "pace": pace,
+    "page": page,
 }

@@ -10,41 +10,26 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.hindsight import FIXED, fixed_length_ms, hindsight_ms, proposals, step_costs
 from shoal.bench.shapes import write_shape
 from shoal.bench.workloads import TEXT
 from shoal.config import EngineConfig
-from shoal.core.draft import Drafter
-from shoal.core.request import RequestSpec
-from shoal.core.sequence import Sequence as Tokens
 from shoal.engine.engine import Engine
 from shoal.engine.loading import make_runner, open_model
 from shoal.errors import BenchmarkError
 from shoal.models import Store
 from shoal.models.files import local_files
 from shoal.runners.base import BlockAccess, Runner
-from shoal.runners.plan import (
-    ModelSpec,
-    ScheduledSequence,
-    SeqId,
-    StepOutput,
-    StepPlan,
-    Want,
-    WindowId,
-    windows_in_turn,
-)
+from shoal.runners.plan import ModelSpec, SeqId, StepOutput, StepPlan, Want
 from shoal.types import Namespace, Request, Result, SamplingParams
 
 Tell = Callable[[str], None]
-_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the steps that are timed
-_FIXED = (0, 1, 2, 3, 5, 7, 11, 15)  # lengths that are held against ours
-_CONTEXT = 512  # tokens before the rows of a timed step
 _SHAPE, _FORMAT = "qwen3-0.6b", "q4_k_m"
 _ASKED = {
     "copy": "Repeat the following text exactly, word for word, and write nothing else.\n\n{text}",
@@ -95,7 +80,7 @@ class Forced:
     """
 
     def __init__(self, runner: Runner, texts: Mapping[tuple[int, ...], tuple[int, ...]]) -> None:
-        self._runner = runner
+        self.inner = runner
         self.spec: ModelSpec = runner.spec
         self.texts = texts
         self._whole: dict[SeqId, tuple[int, ...]] = {}
@@ -104,16 +89,16 @@ class Forced:
     @property
     def peak_bytes(self) -> int | None:
         """As the runner under it."""
-        return self._runner.peak_bytes
+        return self.inner.peak_bytes
 
     @property
     def access(self) -> BlockAccess | None:
         """As the runner under it."""
-        return self._runner.access
+        return self.inner.access
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """One pass; each row's arg-max is replaced by the token of the text."""
-        output = self._runner.execute(plan)
+        output = self.inner.execute(plan)
         argmax = {}
         for item in plan.sequences:
             if item.start == 0 and item.seq_id not in self._whole:
@@ -134,11 +119,11 @@ class Forced:
         for seq_id in seq_ids:
             self._whole.pop(seq_id, None)
             self._fed.pop(seq_id, None)
-        self._runner.release(seq_ids)
+        self.inner.release(seq_ids)
 
     def close(self) -> None:
         """Close the runner under it."""
-        self._runner.close()
+        self.inner.close()
 
 
 @dataclass(slots=True)
@@ -178,7 +163,7 @@ class SpeculationBench:
         found, costs = [], {}
         engines = self._engines(partial(open_model, self._model), None)
         try:
-            costs["model"] = step_costs(engines[True], _streams(levels, forced=False))
+            costs["model"] = step_costs(engines[True], _runner_of(engines[True]), _streams(levels, forced=False))
             for level in levels:
                 if not level.forced:
                     found.append(self._level(engines, level, rounds))
@@ -190,7 +175,7 @@ class SpeculationBench:
                 path = write_shape(Path(folder) / "shape.gguf", _SHAPE, _FORMAT)
                 engines = self._engines(None, (path, texts))
                 try:
-                    costs["shape"] = step_costs(engines[True], _streams(levels, forced=True))
+                    costs["shape"] = step_costs(engines[True], _runner_of(engines[True]), _streams(levels, forced=True))
                     found += [self._level(engines, level, rounds, texts) for level in levels if level.forced]
                 finally:
                     _close(engines)
@@ -286,113 +271,19 @@ def _forced(prompt: tuple[int, ...], request: Request, texts: Mapping[tuple[int,
     return replace(request, messages=None, prompt_tokens=prompt, sampling=SamplingParams(max_tokens=length))
 
 
+def _runner_of(engine: Engine) -> Runner:
+    """What computes an engine's passes, without what forces their texts."""
+    runner = engine._loop.runner
+    return runner.inner if isinstance(runner, Forced) else runner
+
+
 def _close(engines: Mapping[bool, Engine]) -> None:
     for engine in engines.values():
         engine.close()
 
 
-# -- what would have been best ------------------------------------------------------------------------------------
-
-
 def _streams(levels: Sequence[TaskLevel], *, forced: bool) -> list[int]:
     return sorted({level.streams for level in levels if level.forced is forced})
-
-
-def step_costs(engine: Engine, streams: Sequence[int]) -> dict[str, dict[int, float]]:
-    """Milliseconds of a pass of so many rows, all arg-max, by streams: straight from the runner, the engine at rest."""
-    engine.suspend(drop_kv=True)
-    try:
-        return engine.call(lambda: {str(n): _costs(engine._loop.runner, n) for n in streams})
-    finally:
-        engine.resume()
-
-
-def _costs(runner: Runner, streams: int) -> dict[int, float]:
-    inner = runner._runner if isinstance(runner, Forced) else runner
-    size = inner.spec.block_size
-    each = -(-(_CONTEXT + 64) // size)
-    tables = [tuple(range(i * each, (i + 1) * each)) for i in range(streams)]
-    ids = [-1 - i for i in range(streams)]
-
-    def windows(i: int, start: int, tokens: int) -> tuple[WindowId, ...]:
-        return windows_in_turn(inner.spec, start, tokens, i, streams)
-
-    for i, (table, seq_id) in enumerate(zip(tables, ids, strict=True)):
-        filled = ScheduledSequence(seq_id, (5,) * _CONTEXT, 0, table, Want.NOTHING, windows=windows(i, 0, _CONTEXT))
-        inner.execute(StepPlan(0, (filled,)))
-    found = {}
-    for rows in _ROWS:
-        if rows < streams:
-            continue
-        counts = [rows // streams + (i < rows % streams) for i in range(streams)]
-        plan = StepPlan(
-            0,
-            tuple(
-                ScheduledSequence(s, (5,) * n, _CONTEXT, t, Want.ARGMAX, n, rows=n, windows=windows(i, _CONTEXT, n))
-                for i, (s, n, t) in enumerate(zip(ids, counts, tables, strict=True))
-            ),
-        )
-        times = []
-        for _ in range(9):
-            begin = time.perf_counter()
-            inner.execute(plan)
-            times.append((time.perf_counter() - begin) * 1e3)
-        found[rows] = statistics.median(times)
-    inner.release(ids)
-    return found
-
-
-def _cost_of(costs: Mapping[int, float], rows: int) -> float:
-    """A straight line between the measured numbers of rows."""
-    known = sorted(costs)
-    if rows in costs:
-        return costs[rows]
-    if rows > known[-1]:
-        return costs[known[-1]] * rows / known[-1]
-    above = next(i for i, n in enumerate(known) if n > rows)
-    low, high = known[above - 1], known[above]
-    return costs[low] + (costs[high] - costs[low]) * (rows - low) / (high - low)
-
-
-def proposals(prompt: Sequence[int], output: Sequence[int]) -> list[tuple[int, int]]:
-    """At each output token but the first: how many tokens a draft there could have, and how many of those are right."""
-    drafter, found = Drafter(max(_FIXED)), []
-    spec = RequestSpec(prompt=tuple(prompt), sampling=SamplingParams(max_tokens=len(output) + 1))
-    seq = Tokens(1, spec)
-    for at, token in enumerate(output[:-1]):
-        seq.tokens.append(token)
-        drafter.follow(seq)
-        draft = seq.draft
-        assert draft is not None
-        coming = draft.source.tokens[draft.at : draft.at + _FIXED[-1]] if draft.at >= 0 else ()
-        right = 0
-        while right < len(coming) and at + 1 + right < len(output) and coming[right] == output[at + 1 + right]:
-            right += 1
-        found.append((len(coming), right))
-    return found
-
-
-def fixed_length_ms(each: Sequence[Sequence[tuple[int, int]]], length: int, costs: Mapping[int, float]) -> float:
-    """Time of all passes when every stream drafts `length` tokens wherever its drafter has so many."""
-    places, total = [0] * len(each), 0.0
-    while any(at < len(found) for at, found in zip(places, each, strict=True)):
-        rows = 0
-        for i, found in enumerate(each):
-            if places[i] < len(found):
-                there, right = found[places[i]]
-                rows += 1 + min(length, there)
-                places[i] += 1 + min(length, right)
-        total += _cost_of(costs, rows)
-    return total
-
-
-def hindsight_ms(found: Sequence[tuple[int, int]], costs: Mapping[int, float]) -> float:
-    """Time of the passes of one stream when each draft is as long as is best for the whole output: no wrong token."""
-    best = [0.0] * (len(found) + 1)
-    for at in range(len(found) - 1, -1, -1):
-        lengths = range(min(found[at][1], len(found) - at - 1) + 1)
-        best[at] = min(_cost_of(costs, 1 + n) + best[at + 1 + n] for n in lengths)
-    return best[0]
 
 
 def _document(measured: MeasuredLevel, costs: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
@@ -401,7 +292,7 @@ def _document(measured: MeasuredLevel, costs: Mapping[str, Mapping[int, float]])
     each = [proposals(p, r.tokens) for p, r in zip(measured.prompts, measured.results, strict=True)]
     known = costs[str(level.streams)]
     plain = fixed_length_ms(each, 0, known)
-    fixed = {n: plain / fixed_length_ms(each, n, known) for n in _FIXED}
+    fixed = {n: plain / fixed_length_ms(each, n, known) for n in FIXED}
     written = sum(len(found) for found in each)
     accepted = sum(receipt.accepted for receipt in receipts)
     return {

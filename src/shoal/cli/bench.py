@@ -143,7 +143,9 @@ def compare(
 
 @app.command()
 def part(
-    names: Annotated[list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph, pace.")],
+    names: Annotated[
+        list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph, pace, page.")
+    ],
     runs: Annotated[int, typer.Option(help="Rounds of each.", min=1)] = 5,
     model: options.Model = options.DEFAULT_MODEL,
     runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -159,6 +158,8 @@ def _document(result: GraphResult) -> dict[str, Any]:
 
 def _inputs(given: list[str] | None) -> dict[str, Any]:
     """NAME=VALUE pairs; a value @file is read, and what is a JSON list or object is taken as one."""
+    from shoal.agents.build.files import input_value
+
     found: dict[str, Any] = {}
     for pair in given or ():
         name, equals, value = pair.partition("=")
@@ -169,12 +170,7 @@ def _inputs(given: list[str] | None) -> dict[str, Any]:
                 value = Path(value[1:]).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise GraphError(f"input {name} cannot be read: {error}", value=pair) from error
-        found[name] = value
-        if value.lstrip()[:1] in ("[", "{"):
-            try:
-                found[name] = json.loads(value)
-            except ValueError:  # text that happens to begin with a bracket
-                found[name] = value
+        found[name] = input_value(value)
     return found
 
 

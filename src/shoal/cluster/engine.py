@@ -62,9 +62,10 @@ class ClusterEngine(Engine):
         super().__init__(lambda: _Elsewhere(spec), codec, config)
         self.feed = None  # no blocks lie here
 
-    def _make_loop(self, runner: Runner, inputs: InputProcessor) -> StepLoop:
+    def _make_loop(self, runner: Runner) -> StepLoop:
+        inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
         router = Router(runner.spec.block_size, self._routing)
-        self.cluster = ClusterLoop(runner, inputs, router, self._mailbox.post, self._silence_s)
+        self.cluster = ClusterLoop(runner, inputs, router, self._thread.post, self._silence_s)
         return cast(StepLoop, self.cluster)
 
     def connect(self, links: Mapping[str, Link]) -> None:

@@ -14,7 +14,7 @@ from shoal.cluster.replica import CARD, RUN
 from shoal.core.journal import Change, Cleared, Removed, Stored
 from shoal.core.request import RequestSpec
 from shoal.engine.feed import BlockBatch
-from shoal.engine.loop import Output
+from shoal.engine.inflight import Output
 from shoal.engine.remote import RemoteEngine, refusal
 from shoal.errors import BackendError, EngineClosedError, ReplicaLostError
 from shoal.runners.plan import ModelSpec

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 from shoal.cluster.links import Link
@@ -22,13 +23,12 @@ from shoal.core.commands import Command
 from shoal.core.journal import content_hashes
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Sequence, Status
-from shoal.engine.inflight import InFlight, sink_raised
+from shoal.engine.inflight import NOTHING, InFlight, Output, RequestState, Sink, sink_raised
 from shoal.engine.inputs import InputProcessor, PreparedRequest
-from shoal.engine.loop import NOTHING, Output, Sink
 from shoal.errors import EngineClosedError, QueueFullError, ReplicaLostError, RunnerError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import SeqId
-from shoal.types import EngineStats, Event, FinishReason, Namespace, Receipt, Result, StepRecord, TokenLogprob
+from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord
 
 log = logging.getLogger("shoal.cluster")
 
@@ -37,45 +37,14 @@ _AGAIN_S = 0.5  # before a stream of events that has ended is asked for anew
 _ELSEWHERE = (ReplicaLostError, RunnerError, EngineClosedError, QueueFullError)  # of the replica, not of the request
 
 
-class RemoteState:
-    """One request in flight: how far it is, who listens, and where it runs."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RemoteState(RequestState):
+    """One request in flight, and the task that carries it out; its result is for one that no replica ended."""
 
-    def __init__(self, request_id: str, prepared: PreparedRequest, seq: Sequence, sink: Sink, before: Output) -> None:
-        self.request_id = request_id
-        self.prepared = prepared
-        self.seq = seq
-        self.sink = sink
-        self.before = before
-        self.replica = ""
-        self.text: list[str] = []
-        self.logprobs: list[TokenLogprob] = list(before.logprobs)
-        self.prompt_logprobs: list[TokenLogprob] = list(before.prompt_logprobs)
-        self.first_token_at: float | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.begun = False  # something of its answer came
-        self.why: ReplicaLostError | None = None  # its replica was given up
-
-    def output(self) -> Output:
-        """What it has written so far."""
-        written = tuple(self.seq.tokens[self.seq.prompt_len :])
-        return Output(written, tuple(self.logprobs), tuple(self.prompt_logprobs))
-
-    def result(self, now: float, reason: FinishReason, error: ShoalError | None) -> Result:
-        """The terminal result of one that no replica ended."""
-        return Result(
-            id=self.request_id,
-            tokens=tuple(self.seq.tokens[self.seq.prompt_len :]),
-            text="".join(self.text),
-            finish_reason=reason,
-            prompt_tokens=self.seq.prompt_len,
-            ttft_s=None if self.first_token_at is None else self.first_token_at - self.seq.arrival,
-            latency_s=now - self.seq.arrival,
-            seed=self.seq.spec.seed,
-            receipt=Receipt(),
-            logprobs=tuple(self.logprobs),
-            prompt_logprobs=tuple(self.prompt_logprobs),
-            error=error,
-        )
+    before: Output
+    task: asyncio.Task[None] | None = None
+    begun: bool = False  # something of its answer came
+    why: ReplicaLostError | None = None  # its replica was given up
 
 
 class _Commands:
@@ -157,7 +126,8 @@ class ClusterLoop(InFlight[RemoteState]):
         self._next_id += 1
         arrival = self.clock() if arrival is None else arrival
         seq = Sequence(self._next_id, prepared.spec, arrival=arrival, written=before.tokens)
-        state = RemoteState(request_id, prepared, seq, sink, before)
+        logprobs, scores = list(before.logprobs), list(before.prompt_logprobs)
+        state = RemoteState(request_id, prepared, seq, sink, logprobs=logprobs, prompt_logprobs=scores, before=before)
         self._states[seq.seq_id] = state
         self._aio.call_soon_threadsafe(self._start, state)
         return state

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from shoal.core.request import RequestSpec
 from shoal.engine.handles import Handle
-from shoal.engine.loop import Output
+from shoal.engine.inflight import Output
 from shoal.errors import ShoalError
 from shoal.server.errors import bad_request, from_shoal
 from shoal.server.generation import Api

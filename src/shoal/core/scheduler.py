@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from shoal.config import EngineConfig
@@ -17,6 +18,7 @@ from shoal.core.commands import (
     Fail,
     Forget,
     Hold,
+    Keep,
     KeepCached,
     PreemptAll,
     PreemptLow,
@@ -38,7 +40,7 @@ from shoal.core.queue import WaitingQueue
 from shoal.core.sequence import Ended, Sequence, Status
 from shoal.errors import KVBudgetError, ShoalError
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepPlan, Want
-from shoal.types import FinishReason, Priority, SamplingParams
+from shoal.types import FinishReason, Namespace, Priority, SamplingParams
 
 _urgency = attrgetter("urgency")
 
@@ -99,6 +101,8 @@ class Scheduler:
                 self.kv.unpin(command.seq_id, self.pinned.pop(command.seq_id, []))
             case Expect() | CancelExpectation():
                 self._announce(command)
+            case Keep():
+                self._keep(command.tokens, command.namespace, command.until)
             case Hold():
                 self._hold(command)
             case Restore():
@@ -186,9 +190,8 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason, error: ShoalError | None = None) -> None:
         """The only way out: leave queue or batch, free what was held, and say so once."""
-        if seq.spec.keep_s and self.config.prefix_sharing and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            hashes = self.kv.tree.path_hashes(self.kv.tree_tokens(seq), seq.spec.namespace)
-            self._keeping.keep(hashes, self.now + seq.spec.keep_s)
+        if seq.spec.keep_s and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._keep(self.kv.tree_tokens(seq), seq.spec.namespace, self.now + seq.spec.keep_s)
         if seq.status is Status.RUNNING:
             self._leave_batch(seq)
         else:
@@ -224,6 +227,10 @@ class Scheduler:
         eviction = self.kv.tree.eviction
         tell = eviction.announce if isinstance(command, Expect) else eviction.withdraw
         tell(hashes, command.due)
+
+    def _keep(self, tokens: Seq[int], namespace: Namespace, until: float) -> None:
+        if self.config.prefix_sharing:
+            self._keeping.keep(self.kv.tree.path_hashes(tokens, namespace), until)
 
     def _share(self, seq_id: SeqId) -> None:
         seq = self._by_id.get(seq_id)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.engine.handles import Handle, PrefixCache
+from shoal.engine.inflight import Sink
 from shoal.engine.inputs import PreparedRequest
-from shoal.engine.loop import Sink
 from shoal.errors import InvalidRequestError, RequestError
 from shoal.sampling.sampler import derive_seed
 from shoal.types import Event, FinishReason, Message, Report, Request, Result, StepRecord

@@ -1,35 +1,45 @@
-"""The engine: a step loop on a thread of its own, and the ways to talk to it."""
+"""The engine: the ways to talk to a step loop that runs on a thread of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from shoal.checks import is_number
 from shoal.config import EngineConfig, Settings
-from shoal.core.commands import SetMaxStall
+from shoal.core.commands import Keep, SetMaxStall
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Status
+from shoal.engine.admission import Admission
 from shoal.engine.batch import OnTokens, Prompt, as_request, branch_requests, branch_seeds, run_requests
 from shoal.engine.feed import BlockFeed
 from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
+from shoal.engine.inflight import NOTHING, Output, Sink
 from shoal.engine.inputs import Codec, InputProcessor, PreparedRequest, refuse_arrival
-from shoal.engine.loop import NOTHING, Output, Sink, StepLoop
-from shoal.engine.mailbox import Mailbox, T
-from shoal.engine.watchdog import Watchdog
-from shoal.errors import EngineClosedError, InvalidRequestError, QueueFullError, RunnerError, ShoalError
+from shoal.engine.loop import StepLoop
+from shoal.engine.mailbox import T
+from shoal.engine.thread import LoopThread
+from shoal.errors import EngineClosedError, InvalidRequestError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ModelSpec
-from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
+from shoal.types import (
+    MAX_KEEP_S,
+    EngineStats,
+    Event,
+    FinishReason,
+    Namespace,
+    Report,
+    Request,
+    Result,
+    SamplingParams,
+    StepRecord,
+)
 
 if TYPE_CHECKING:
     from shoal.engine.pressure import MemoryWatch
@@ -37,8 +47,6 @@ if TYPE_CHECKING:
     from shoal.power.governor import Governor
 
 log = logging.getLogger("shoal.engine")
-
-_MAX_FAILURES = 3  # passes that fail in a row before the engine gives up
 
 
 class Engine:
@@ -66,27 +74,14 @@ class Engine:
         self.codec = codec
         self.governor = governor if governor is not None else _governor(self.config)
         self.memory = memory if memory is not None else _memory_watch(self.config)
-        self.failure: BaseException | None = None
         self.warmup_s: float | None = None
-        self._mailbox = Mailbox()
-        self._watchdog = Watchdog(self.config.watchdog_s, self._hung, self.governor, self.memory)
-        self._lock = threading.Lock()
-        # Requests in flight with the tokens of their prompts; whoever removes one delivers its last event.
-        self._sinks: dict[str, tuple[Sink, int]] = {}
-        self._tokens = 0  # of them all
-        self._names = itertools.count(1)
-        self._closing = False
-        self._suspended = False
         self.restored_handles: list[Handle] = []
         self.restored_prefixes: list[PrefixCache] = []
-        started: Future[StepLoop] = Future()
-        self._thread = threading.Thread(
-            target=self._live, args=(make_runner, started), name="shoal-engine", daemon=True
-        )
-        self._thread.start()
-        self._loop = started.result()
+        self._lock = threading.Lock()
+        self._admission = Admission(self.config)
+        self._thread = LoopThread(self.config.watchdog_s, self._end_all, self.governor, self.memory)
+        self._thread.start(make_runner, self._make_loop)
         self.feed: BlockFeed | None = BlockFeed(self._loop)
-        self._watchdog.start()
 
     @classmethod
     def load(
@@ -138,7 +133,16 @@ class Engine:
     @property
     def closed(self) -> bool:
         """True when no more requests are taken."""
-        return self._closing or self.failure is not None
+        return self._thread.closed
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine, where it did not end by `close`."""
+        return self._thread.failure
+
+    @property
+    def _loop(self) -> StepLoop:
+        return self._thread.loop
 
     def submit(self, request: Request, *, sink: Sink | None = None) -> Handle:
         """Put a request in line and return at once. Its events go to the handle, or to `sink` on the engine's thread.
@@ -173,7 +177,7 @@ class Engine:
 
     def _accept(self, request: Request, sink: Sink | None) -> Handle:
         """As `submit`, also for a request whose `arrival_s` has come."""
-        self._refuse_if_closed()
+        self._thread.refuse_if_closed()
         return self._submit(self._loop.inputs.prepare(request), sink)
 
     def _submit(
@@ -187,7 +191,7 @@ class Engine:
         arrival = self._loop.clock()
 
         def join() -> None:
-            handle._state = self._loop.add(handle.id, prepared, self._deliver, before=before, arrival=arrival)
+            handle._state = self._loop.add(handle.id, prepared, self._admission.deliver, before=before, arrival=arrival)
 
         self._post(join, handle.id)
         return handle
@@ -203,35 +207,14 @@ class Engine:
         if self.governor is not None:
             for prepared in arriving:
                 self.governor.admit(prepared.spec.id)
-        with self._lock:
-            self._refuse_if_closed()
-            waiting = len(self._sinks) + len(arriving) - 1 - self.config.max_batch
-            if waiting >= self.config.max_queue:
-                raise self._queue_full(f"{waiting} requests wait", waiting, "max_queue")
-            tokens = self._tokens - self.spec.kv_capacity
-            if tokens > 0 and tokens + sum(len(p.spec.prompt) for p in arriving) > self.config.max_queue_tokens:
-                raise self._queue_full(f"requests of {tokens} prompt tokens wait", tokens, "max_queue_tokens")
-            handles = [Handle(self, self._name(prepared.spec.id), prepared) for prepared in arriving]
-            for handle in handles:
-                self._sinks[handle.id] = sink or handle.put, len(handle._prepared.spec.prompt)
-                self._tokens += len(handle._prepared.spec.prompt)
-        return handles
-
-    def _name(self, wanted: str | None) -> str:
-        """The name of a request: the one it asks for, or one that nobody has."""
-        if wanted is None:
-            return next(name for n in self._names if (name := f"request-{n}") not in self._sinks)
-        if wanted in self._sinks:
-            raise InvalidRequestError(
-                f"id {wanted!r} is in flight already", param="id", value=wanted, hint="use another id, or none"
-            )
-        return wanted
-
-    def _queue_full(self, why: str, value: int, param: str) -> QueueFullError:
-        rate = self._loop.finished_per_s
-        retry = min(max(1.0 / rate, 0.1), 60.0) if rate else 1.0
-        limit = getattr(self.config, param)
-        return QueueFullError(f"{why} already", value=value, limit=limit, retry_after_s=retry, param=param)
+        self._thread.refuse_if_closed()
+        return self._admission.enter(
+            arriving,
+            sink,
+            lambda name, prepared: Handle(self, name, prepared),
+            kv_capacity=self.spec.kv_capacity,
+            finished_per_s=self._loop.finished_per_s,
+        )
 
     def run(
         self, requests: Sequence[Request], on_tokens: OnTokens | None = None, *, prefix: PrefixCache | None = None
@@ -273,6 +256,17 @@ class Engine:
         """Announce that requests beginning with `tokens` come in about `steps` steps: that prefix is evicted last."""
         return Expectation(self._post, self._loop, tuple(tokens), namespace or Namespace(), steps)
 
+    def keep(self, tokens: Sequence[int], seconds: float, *, namespace: Namespace | None = None) -> None:
+        """Evict what is cached of a beginning late for so many seconds, as `Request.keep_s` does after a request."""
+        if not is_number(seconds, 0, MAX_KEEP_S):
+            raise InvalidRequestError(f"keep is {seconds!r}", param="keep", value=seconds, limit=MAX_KEEP_S)
+        command = Keep(tuple(tokens), namespace or Namespace(), self._loop.clock() + seconds)
+
+        def keep() -> None:
+            self._loop.scheduler.apply(command)
+
+        self._post(keep)
+
     def release_prefix(self, prefix: PrefixCache) -> None:
         """Let go of a pinned prefix; `PrefixCache.release` calls this."""
         self._post(lambda: self._loop.unpin(prefix.seq_id))
@@ -289,15 +283,13 @@ class Engine:
                 raise _cannot_fork("a prefill, which writes nothing,", handle.id)
             before = self._loop.share(parent)
             for child in children:
-                child._state = self._loop.add(child.id, child._prepared, self._deliver, before=before)
+                child._state = self._loop.add(child.id, child._prepared, self._admission.deliver, before=before)
 
         try:
             self.call(branch)
         except BaseException:
             self._post(lambda: self._withdraw(children))
-            with self._lock:
-                for child in children:
-                    self._forget(child.id)
+            self._admission.withdraw(children)
             raise
         return children
 
@@ -356,7 +348,7 @@ class Engine:
         """
 
         def halt() -> None:
-            self._suspended = True
+            self._thread.suspend()
             if drop_kv:
                 self._loop.drop_kv()
 
@@ -364,11 +356,7 @@ class Engine:
 
     def resume(self) -> None:
         """Go on after `suspend`."""
-
-        def go() -> None:
-            self._suspended = False
-
-        self.call(go)
+        self.call(self._thread.resume)
 
     def save(self, path: str | Path) -> None:
         """Write requests in flight and pinned prefixes to a directory (safetensors and JSON), at a token boundary.
@@ -381,13 +369,7 @@ class Engine:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End what is in flight as aborted, free the model, stop the thread. Idempotent."""
-        with self._lock:
-            first, self._closing = not self._closing, True
-        if first:
-            self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-        self._watchdog.stop(timeout_s)
+        self._thread.close(timeout_s)
         self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
 
     def __repr__(self) -> str:
@@ -406,49 +388,20 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread at a token boundary and give its result, or raise what it raised."""
-        with self._lock:
-            self._refuse_if_closed()
-        done = self._mailbox.ask(function)
-        while True:
-            try:
-                return done.result(timeout=0.5)
-            except TimeoutError:
-                if not self._thread.is_alive() or self.failure is not None:
-                    raise EngineClosedError("the engine stopped before it could answer") from self.failure
+        return self._thread.call(function)
 
     def _post(self, command: Callable[[], None], name: str | None = None) -> None:
         """Hand a command to the engine's thread. When that is gone, the named request ends here."""
-        self._mailbox.post(command)
-        if name is not None and (self.failure is not None or not self._thread.is_alive()):
+        self._thread.post(command)
+        if name is not None and not self._thread.runs:
             self._end_all(EngineClosedError("the engine is closed"), FinishReason.ABORTED)
-
-    def _refuse_if_closed(self) -> None:
-        if self.failure is not None:
-            raise EngineClosedError(f"the engine has failed: {self.failure}", hint="load it again") from self.failure
-        if self._closing:
-            raise EngineClosedError("the engine is closed", hint="load it again")
-
-    def _deliver(self, event: Event) -> None:
-        """Pass an event on, unless its request was ended meanwhile by the watchdog or by closing."""
-        with self._lock:
-            sink, _ = self._sinks.get(event.request_id, (None, 0))
-            if event.finished:
-                self._forget(event.request_id)
-        if sink is not None:
-            sink(event)
-
-    def _forget(self, name: str) -> None:
-        """A request has ended, or does not join after all. Called under the lock."""
-        _, tokens = self._sinks.pop(name, (None, 0))
-        self._tokens -= tokens
 
     def _end_all(self, error: ShoalError, reason: FinishReason) -> None:
         """End whatever has not ended, from outside the loop."""
-        with self._lock:
-            sinks, self._sinks, self._tokens = self._sinks, {}, 0
+        sinks = self._admission.take_all()
         now = self._loop.clock()
         known = {state.request_id: state.result(now, reason, error) for state in self._loop.states}
-        for name, (sink, _) in sinks.items():
+        for name, sink in sinks.items():
             result = known.get(name) or Result(name, (), "", reason, 0, None, 0.0, 0, error=error)
             try:
                 sink(Event(name, result=result))
@@ -456,71 +409,14 @@ class Engine:
                 log.exception("the sink of request %r raised", name)
         self._loop.start_step()
 
-    # -- the engine's thread ------------------------------------------------------------------------------------
-
-    def _live(self, make_runner: Callable[[], Runner], started: Future[StepLoop]) -> None:
-        try:
-            runner = make_runner()
-            try:
-                inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
-                self._loop = self._make_loop(runner, inputs)
-                started.set_result(self._loop)
-                with contextlib.closing(self._loop):
-                    self._serve(self._loop)
-            finally:
-                runner.close()
-        except BaseException as error:
-            if not started.done():
-                started.set_exception(error)
-                return
-            self.failure = error
-            log.error("the engine has failed and is closed", exc_info=error)
-            cause = RunnerError(f"the engine's thread failed: {error}")
-            cause.__cause__ = error
-            self._end_all(cause, FinishReason.ERROR)
-
-    def _make_loop(self, runner: Runner, inputs: InputProcessor) -> StepLoop:
+    def _make_loop(self, runner: Runner) -> StepLoop:
         """What carries the requests out; on the engine's thread."""
+        inputs = InputProcessor(runner.spec, self.codec, self.config.seed)
         loop = StepLoop(runner, inputs, self.config, self.governor, memory=self.memory)
-        loop.wake = self._wake
+        loop.wake = self._thread.wake
         if self.memory is not None:
-            self.memory.on_change = self._wake
+            self.memory.on_change = self._thread.wake
         return loop
-
-    def _serve(self, loop: StepLoop) -> None:
-        while not self._closing:
-            idle = loop.idle or self._suspended
-            if idle:
-                loop.start_step()
-            copying = idle and loop.copy_out()
-            self._mailbox.run_pending(wait=idle and not copying)
-            if self._suspended or self._closing or (copying and loop.idle):
-                continue
-            self._watchdog.began = time.monotonic()
-            loop.step()
-            self._watchdog.began = None
-            if loop.rest_s:
-                loop.start_step()
-                self._mailbox.run_pending_for(loop.rest_s, until=partial(self._rested, loop.kv_on_its_way))
-            if self.failure is not None:  # the watchdog has ended everything meanwhile
-                return
-            if loop.failures >= _MAX_FAILURES:
-                raise RunnerError(f"{loop.failures} forward passes failed in a row", limit=_MAX_FAILURES)
-        self._mailbox.run_pending()
-        loop.abort_all()
-
-    def _rested(self, waited_for_kv: bool) -> bool:
-        """Whether a rest is to end early: the engine closes, or KV that was waited for has come."""
-        return self._closing or (waited_for_kv and not self._loop.kv_on_its_way)
-
-    def _wake(self) -> None:
-        """There may be something to do again: the engine's thread looks."""
-        self._mailbox.post(_nothing)
-
-    def _hung(self, error: RunnerError) -> None:
-        """The pass that runs may never return: end everything without it. Called on the watchdog's thread."""
-        self.failure = error
-        self._end_all(error, FinishReason.ERROR)
 
 
 def _governor(config: EngineConfig) -> Governor | None:
@@ -540,10 +436,6 @@ def _memory_watch(config: EngineConfig) -> MemoryWatch | None:
     from shoal.power.memory import find_memory_sensors
 
     return MemoryWatch(find_memory_sensors())
-
-
-def _nothing() -> None:
-    """A command that only wakes the engine's thread."""
 
 
 def _cannot_fork(what: str, name: str) -> InvalidRequestError:

@@ -17,8 +17,9 @@ from shoal.types import Event, FinishReason, Namespace, Result
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
+    from shoal.engine.inflight import RequestState
     from shoal.engine.inputs import PreparedRequest
-    from shoal.engine.loop import RequestState, StepLoop
+    from shoal.engine.loop import StepLoop
 
 
 @dataclass(frozen=True, slots=True)

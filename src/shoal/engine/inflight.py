@@ -6,14 +6,73 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from shoal.errors import CallbackError
+from shoal.core.sequence import Sequence
+from shoal.engine.inputs import PreparedRequest
+from shoal.errors import CallbackError, ShoalError
 from shoal.runners.plan import SeqId
+from shoal.types import Event, FinishReason, Result, TokenLogprob
 
 log = logging.getLogger("shoal.engine")
 
-State = TypeVar("State")
+Sink = Callable[[Event], None]
+"""Where a request's events go. Called on the loop's thread; must not block. One that raises ends its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a request had written before it went on here: as a branch of another, or restored from disk."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's second token on, where they are wanted
+
+
+NOTHING = Output()
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request in flight, wherever it is computed: what it asks, how far it is, what was told of it, who listens."""
+
+    request_id: str
+    prepared: PreparedRequest
+    seq: Sequence
+    sink: Sink
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    first_token_at: float | None = None
+    replica: str = ""  # none: it is computed here
+
+    def output(self) -> Output:
+        """What it has written so far."""
+        written = tuple(self.seq.tokens[self.seq.prompt_len :])
+        return Output(written, tuple(self.logprobs), tuple(self.prompt_logprobs))
+
+    def result(self, now: float, reason: FinishReason, error: ShoalError | None) -> Result:
+        """The terminal result, should it end now."""
+        seq, arrival = self.seq, self.seq.arrival
+        return Result(
+            id=self.request_id,
+            tokens=tuple(seq.tokens[seq.prompt_len :]),
+            text="".join(self.text),
+            finish_reason=reason,
+            prompt_tokens=seq.prompt_len,
+            ttft_s=None if self.first_token_at is None else self.first_token_at - arrival,
+            latency_s=now - arrival,
+            seed=seq.spec.seed,
+            receipt=seq.receipt,
+            logprobs=tuple(self.logprobs),
+            error=error,
+            queue_s=None if seq.admitted_at is None else max(seq.admitted_at - arrival, 0.0),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+        )
+
+
+State = TypeVar("State", bound=RequestState)
 
 
 class InFlight(Generic[State]):

@@ -1,4 +1,4 @@
-"""The step loop: schedule, execute, sample, commit; and what each step means to the requests in it.
+"""The step loop: schedule, execute, choose tokens, commit; and what each step means to the requests in it.
 
 Synchronous and on one thread. `Engine` gives it a thread and a mailbox; tests drive it step by step.
 """
@@ -8,14 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from shoal.config import EngineConfig
 from shoal.core.commands import (
@@ -24,7 +19,6 @@ from shoal.core.commands import (
     Commit,
     Defer,
     Fail,
-    JudgedTokens,
     PreemptAll,
     Schedule,
     SetMaxRunning,
@@ -33,9 +27,10 @@ from shoal.core.commands import (
 )
 from shoal.core.draft import why_not
 from shoal.core.scheduler import Scheduler
-from shoal.core.sequence import Sequence, Status
+from shoal.core.sequence import Status
 from shoal.core.stop import StopChecker
-from shoal.engine.inflight import InFlight, sink_raised
+from shoal.engine.choosing import LocalState, TokenChooser, judged
+from shoal.engine.inflight import NOTHING, InFlight, Output, RequestState, Sink, sink_raised
 from shoal.engine.inputs import InputProcessor, PreparedRequest
 from shoal.engine.kv.opening import open_tiers
 from shoal.engine.kv.tiering import Tiering
@@ -43,10 +38,8 @@ from shoal.engine.record import Recorder
 from shoal.engine.storm import StormWatch
 from shoal.errors import RunnerError, ShoalError
 from shoal.runners.base import Runner
-from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
-from shoal.sampling.grammar import gave_up
-from shoal.sampling.sampler import INVALID_TOKEN, RowChooser, SamplerState, sample_top, score
-from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, StepRecord, TokenLogprob
+from shoal.runners.plan import SeqId, StepPlan
+from shoal.types import EngineStats, FinishReason, Namespace, StepRecord
 
 if TYPE_CHECKING:
     from shoal.engine.pressure import MemoryWatch, Relief
@@ -54,104 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoal.engine")
 
-Sink = Callable[[Event], None]
-"""Where a request's events go. Called on the loop's thread; must not block. One that raises ends its request."""
 
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a request had written before it went on here: as a branch of another, or restored from disk."""
-
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's second token on, where they are wanted
-
-
-NOTHING = Output()
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """One request in the loop: its sequence, how it samples and stops, what it has written, and who listens.
-
-    `new_tokens` and `new_text` are what the next event tells.
-    """
-
-    request_id: str
-    prepared: PreparedRequest
-    seq: Sequence
-    sampler: SamplerState
-    checker: StopChecker
-    sink: Sink
-    fed: int  # tokens that need not be fed for the first time: the prompt, output of before, what passes have had
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    first_token_at: float | None = None
-    new_tokens: tuple[int, ...] = ()
-    new_text: str = ""
-    new_logprobs: list[TokenLogprob] = field(default_factory=list)
-    told: bool = False  # an event went out
-    replica: str = ""  # none: it runs here
-
-    def output(self) -> Output:
-        """What it has written so far."""
-        written = tuple(self.seq.tokens[self.seq.prompt_len :])
-        return Output(written, tuple(self.logprobs), tuple(self.prompt_logprobs))
-
-    def take(self, tokens: tuple[int, ...]) -> JudgedTokens:
-        """Let the stop rules judge new tokens, in order, up to one that ends the output. A step may call it again."""
-        if len(tokens) == 1:  # the common case, without the lists
-            text, reason, is_output = self.checker.push(tokens[0])
-            self.new_text += text
-            if is_output:
-                self.new_tokens += tokens
-            return JudgedTokens(tokens, int(is_output), reason)
-        texts: list[str] = []
-        outcome = _judged(tokens, self.checker, texts)
-        self.new_text += "".join(texts)
-        self.new_tokens += outcome.tokens[: outcome.kept]
-        return outcome
-
-    def event(self, now: float, reason: FinishReason | None = None, error: ShoalError | None = None) -> Event:
-        """The news since the last event, which become part of what it has written; with a reason, the last event."""
-        tokens, text, result = self.new_tokens, self.new_text, None
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if tokens and self.first_token_at is None:
-            self.first_token_at = now
-        if text:
-            self.text.append(text)
-        if self.new_logprobs:
-            logprobs = tuple(self.new_logprobs[: len(tokens)])  # a stop token's is not part of the output
-            self.logprobs += logprobs
-            self.new_logprobs.clear()
-        scored = () if self.told else tuple(self.prompt_logprobs)
-        if reason is not None:
-            result = self.result(now, reason, error)
-        self.new_tokens, self.new_text, self.told = (), "", True
-        return Event(self.request_id, tokens, text, logprobs, result, scored)
-
-    def result(self, now: float, reason: FinishReason, error: ShoalError | None) -> Result:
-        """The terminal result."""
-        seq, arrival = self.seq, self.seq.arrival
-        return Result(
-            id=self.request_id,
-            tokens=tuple(seq.tokens[seq.prompt_len :]),
-            text="".join(self.text),
-            finish_reason=reason,
-            prompt_tokens=seq.prompt_len,
-            ttft_s=None if self.first_token_at is None else self.first_token_at - arrival,
-            latency_s=now - arrival,
-            seed=seq.spec.seed,
-            receipt=seq.receipt,
-            logprobs=tuple(self.logprobs),
-            error=error,
-            queue_s=None if seq.admitted_at is None else max(seq.admitted_at - arrival, 0.0),
-            prompt_logprobs=tuple(self.prompt_logprobs),
-        )
-
-
-class StepLoop(InFlight[RequestState]):
+class StepLoop(InFlight[LocalState]):
     """Runs requests on one runner.
 
     Invariant: every state's sink gets exactly one event with a result, and nothing after it. A failed pass ends the
@@ -181,7 +78,7 @@ class StepLoop(InFlight[RequestState]):
         self.relief = None if memory is None else _relief(memory, self.scheduler, runner)
         self.tiering = open_tiers(runner, self.scheduler, config, lambda: self.wake())
         self._storm = StormWatch(runner.spec, config)
-        self._chooser = RowChooser(runner.spec.vocab_size)
+        self._chooser = TokenChooser(self._states, runner.spec.vocab_size, inputs.grammars)
         reason = why_not(runner.spec) if config.speculation else "the settings say so"
         if reason is not None:
             log.info("speculation is off: %s", reason)
@@ -206,13 +103,13 @@ class StepLoop(InFlight[RequestState]):
         *,
         before: Output = NOTHING,
         arrival: float | None = None,
-    ) -> RequestState:
+    ) -> LocalState:
         """Take a request in. It goes on after what it wrote `before` as if never stopped, or ends where that did."""
         codec, eos_ids = self.inputs.codec, self.inputs.eos_ids
         checker = StopChecker(prepared.spec.sampling, eos_ids, codec.token_bytes if codec is not None else _no_text)
         sampler = prepared.sampler(self.runner.spec, eos_ids)
         text: list[str] = []
-        outcome = _judged(before.tokens, checker, text)
+        outcome = judged(before.tokens, checker, text)
         written = before.tokens[: outcome.kept]
         for token in written:
             sampler.accept(token)
@@ -223,9 +120,19 @@ class StepLoop(InFlight[RequestState]):
         seq = self.scheduler.sequence(seq_id)
         if self.tiering is not None:
             self.tiering.arrived(seq)
-        logprobs = list(before.logprobs[: len(written)])
-        state = RequestState(request_id, prepared, seq, sampler, checker, sink, len(seq.tokens), text, logprobs, scores)
-        state.told = bool(scores) and not seq.scoring
+        state = LocalState(
+            request_id=request_id,
+            prepared=prepared,
+            seq=seq,
+            sink=sink,
+            sampler=sampler,
+            checker=checker,
+            fed=len(seq.tokens),
+            text=text,
+            logprobs=list(before.logprobs[: len(written)]),
+            prompt_logprobs=scores,
+            told=bool(scores) and not seq.scoring,
+        )
         self._states[seq_id] = state
         if outcome.finish is not None:
             self.scheduler.apply(Abort(seq_id, outcome.finish))
@@ -314,7 +221,7 @@ class StepLoop(InFlight[RequestState]):
             self._deliver()
             self.start_step()
             return None
-        filled = self._begin_masks(plan)
+        filled = self._chooser.begin_masks(plan)
         self.start_step()
         try:
             started = self.clock()
@@ -326,7 +233,9 @@ class StepLoop(InFlight[RequestState]):
         if filled is not None:
             filled.result()
         decoded, drafts = self._count_new(plan)
-        outcomes = self._choose(plan, output, drafts)
+        outcomes, ending = self._chooser.choose(plan, output, drafts)
+        for command in ending:
+            self.scheduler.apply(command)
         end, accepted = self.clock(), self.scheduler.accepted
         self.scheduler.apply(Commit(plan, outcomes, end, (end - begin) * 1e3))
         self.failures = 0
@@ -370,14 +279,6 @@ class StepLoop(InFlight[RequestState]):
                 state.fed = end + chained
         return new, drafts
 
-    def _begin_masks(self, plan: StepPlan) -> Future[None] | None:
-        """Let the masks of the rows this pass gives be filled while the device computes."""
-        rows = [item for item in plan.sequences if item.want is Want.LOGITS]
-        samplers = [state.sampler for item in rows if (state := self._chooses(item)) is not None]
-        constraints = [sampler.constraint for sampler in samplers if sampler.constraint is not None]
-        grammars = self.inputs.grammars
-        return grammars.begin_fill(constraints) if constraints and grammars is not None else None
-
     def _fail(self, plan: StepPlan, cause: Exception) -> None:
         self.failures += 1
         error = cause if isinstance(cause, ShoalError) else RunnerError(f"the forward pass failed: {cause}")
@@ -400,86 +301,6 @@ class StepLoop(InFlight[RequestState]):
         released = self.scheduler.take_released()
         if released:
             self.runner.release(released)
-
-    def _choose(
-        self, plan: StepPlan, output: StepOutput, drafts: Mapping[SeqId, tuple[int, ...]]
-    ) -> dict[SeqId, JudgedTokens]:
-        """Next tokens of all sequences, up to their ends; a row that is not finite ends its request alone."""
-        outcomes: dict[SeqId, JudgedTokens] = {}
-        for seq_id, tokens in output.argmax.items():
-            if seq_id in drafts:
-                tokens = _agreed(tokens, drafts[seq_id])
-            if INVALID_TOKEN in tokens:
-                self.scheduler.apply(Fail((seq_id,), _not_finite()))
-            else:
-                outcomes[seq_id] = self._states[seq_id].take(tokens)
-        for seq_id, (ids, logits) in output.top.items():
-            state = self._states[seq_id]
-            token = sample_top(ids, logits, state.sampler)
-            if token == INVALID_TOKEN:
-                self._reject(state)
-                continue
-            state.sampler.accept(token)
-            outcomes[seq_id] = state.take((token,))
-        if output.logits is None:
-            return outcomes
-        at = 0
-        for item in plan.sequences:
-            if item.want is not Want.LOGITS:
-                continue
-            state = self._states[item.seq_id]
-            rows = output.logits[at : at + item.rows]
-            at += item.rows
-            outcome = None
-            if state.seq.scoring and not _take_scores(state, item, rows):
-                self._reject(state)
-            elif self._chooses(item) is not None:
-                tried = drafts.get(item.seq_id, ())
-                outcome = self._write(state, rows[-1 - len(tried) :], tried)
-            if outcome is not None:
-                outcomes[item.seq_id] = outcome
-        return outcomes
-
-    def _write(self, state: RequestState, rows: NDArray[np.float32], drafts: tuple[int, ...]) -> JudgedTokens | None:
-        """What a request writes: from the first row, and from each one behind drafts as long as these are right.
-
-        None when there is no token to choose in the first; in a later one that is for the next step to find.
-        """
-        sampler = state.sampler
-        written: tuple[int, ...] = ()
-        outcome: JudgedTokens | None = None
-        while True:
-            token, logprob = self._chooser.choose(rows[len(written)], sampler)
-            if token == INVALID_TOKEN:
-                if outcome is None:
-                    self._reject(state)
-                return outcome
-            sampler.accept(token)
-            if logprob is not None:
-                state.new_logprobs.append(logprob)
-            taken = state.take((token, *sampler.take_forced()))
-            before, written = len(written), (*written, *taken.tokens)
-            outcome = JudgedTokens(written, before + taken.kept, taken.finish)
-            if taken.finish is not None or drafts[: len(written)] != written:
-                return outcome
-            if sampler.constraint is not None:
-                sampler.constraint.fill()
-
-    def _chooses(self, item: ScheduledSequence) -> RequestState | None:
-        """The request whose next token the last row of a sequence gives, if it gives one: a scored prompt goes on."""
-        state = self._states[item.seq_id]
-        seq = state.seq
-        whole = item.start + len(item.tokens) >= len(seq.tokens) and seq.writes
-        return state if item.want is Want.LOGITS and whole else None
-
-    def _reject(self, state: RequestState) -> None:
-        """End a request whose row left no token to choose, alone."""
-        seq_id, constraint = state.seq.seq_id, state.sampler.constraint
-        if constraint is not None and constraint.error is not None:
-            error = gave_up(state.prepared.spec.sampling, constraint.error)
-            self.scheduler.apply(Abort(seq_id, FinishReason.ERROR, error))
-        else:
-            self.scheduler.apply(Fail((seq_id,), _not_finite()))
 
     def _deliver(self, moved: Iterable[SeqId] = ()) -> None:
         """Tell the requests that got tokens, and those that ended."""
@@ -505,7 +326,7 @@ class StepLoop(InFlight[RequestState]):
                     log.exception("the sink of request %r raised at its end", state.request_id)
         self._release()
 
-    def _count(self, state: RequestState) -> None:
+    def _count(self, state: LocalState) -> None:
         seq = state.seq
         self._finished += 1
         self._cached_tokens += seq.cached_tokens
@@ -586,43 +407,6 @@ def _relief(memory: MemoryWatch, scheduler: Scheduler, runner: Runner) -> Relief
 
 def _do_nothing() -> None:
     """Nobody waits."""
-
-
-def _judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> JudgedTokens:
-    """Let the stop rules judge tokens, in order, up to one that ends the output; the text of each goes to `text`."""
-    for count, token in enumerate(tokens):
-        verdict = checker.push(token)
-        text.append(verdict.text)
-        if verdict.reason is not None:
-            return JudgedTokens(tokens[: count + 1], count + verdict.is_output, verdict.reason)
-    return JudgedTokens(tokens, len(tokens))
-
-
-def _agreed(tokens: tuple[int, ...], drafts: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the most likely tokens after the last token and after each draft, those that follow right ones.
-
-    One that is not finite is only among them when it is the first: behind others it is for the next step to find.
-    """
-    count = 0
-    while count < len(drafts) and tokens[count] == drafts[count]:
-        count += 1
-    if count and tokens[count] == INVALID_TOKEN:
-        return tokens[:count]
-    return tokens[: count + 1]
-
-
-def _take_scores(state: RequestState, item: ScheduledSequence, rows: NDArray[np.float32]) -> bool:
-    """Note what `rows`, after the last tokens fed, say of the prompt tokens behind; False when they are not finite."""
-    seq, end = state.seq, item.start + len(item.tokens)
-    behind = seq.tokens[end - item.rows + 1 : min(end + 1, seq.prompt_len)]
-    scores = score(rows[: len(behind)], behind, state.seq.spec.sampling.prompt_logprobs or 0)
-    state.prompt_logprobs += scores
-    return len(scores) == len(behind)
-
-
-def _not_finite() -> RunnerError:
-    message = "the model gave logits that are not finite numbers"
-    return RunnerError(message, value=float("nan"), hint="its KV was dropped; try again")
 
 
 def _no_text(token: int) -> bytes:  # noqa: ARG001 - the engine has no tokenizer

@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from shoal.core.request import RequestSpec
-from shoal.engine.loop import Output, RequestState, StepLoop
+from shoal.engine.inflight import Output, RequestState
+from shoal.engine.loop import StepLoop
 from shoal.errors import ModelFormatError, StoreError, UnsupportedModelError
 from shoal.types import Namespace, TokenLogprob
 from shoal.wire import from_json, to_json

@@ -16,6 +16,7 @@ from shoal.errors import (
     ConfigError,
     DownloadError,
     EngineClosedError,
+    GraphError,
     HistoryError,
     KVBudgetError,
     MemoryPressureError,
@@ -127,6 +128,8 @@ def from_shoal(error: ShoalError, names: Mapping[str, str] | None = None) -> Api
         return ApiError(502, text, param="model", code="download_failed")
     if isinstance(error, HistoryError):
         return ApiError(507, text, code="history_failed")
+    if isinstance(error, GraphError):
+        return bad_request(text, "graph", "graph_invalid")
     if isinstance(error, ModelError | ConfigError):
         return bad_request(text, "model", "model_unusable")
     return ApiError(500, text, code="generation_failed")

@@ -12,6 +12,7 @@ nodes:
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,12 +124,30 @@ def line_of(node: yaml.Node) -> int:
 
 
 def load_graph(path: Path) -> Graph:
-    """The graph that a file describes. `GraphFileError` says file, line and key of what is wrong; `CycleError`."""
+    """The graph that a file describes. Errors as `parse_graph`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise GraphFileError(f"the file cannot be read: {error}", file=str(path), line=1) from error
-    return _Reader(_File(str(path), text)).graph()
+    return parse_graph(str(path), text)
+
+
+def parse_graph(name: str, text: str) -> Graph:
+    """The graph that the text of a file of that name describes: YAML, of which JSON is a part.
+
+    `GraphFileError` says file, line and key of what is wrong; `CycleError`.
+    """
+    return _Reader(_File(name, text)).graph()
+
+
+def input_value(text: str) -> Any:
+    """An input as somebody types it: what is a JSON list or object is taken as one, all else as text."""
+    if text.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):  # text that happens to begin with a bracket
+            return text
+    return text
 
 
 class _Reader:

@@ -1,11 +1,14 @@
 """The record of a run as a document, and the frames by which it grows. The page applies the same frames.
 
 {"id", "title", "question", "model", "created", "state", "note", "settings", "thread", "turn", "earlier", "left_out",
- "together": phase, "one_by_one": phase or null, "same_texts", "single_tokens_per_s"}
+ "together": phase, "one_by_one": phase or null, "same_texts", "single_tokens_per_s", "finals",
+ "graph": null or {"file", "name", "text", "inputs"}}
 Of a thread it has the id, the number of its turn, and the turns before (`turns.turn_of`); the prompts are without the
 first `left_out` of these.
 phase: {"cards": [card], "steps": [row], "summary"}     (rows: `swarm_steps.Row`)
 frame: {"phase", "cards": [changes and "more" text], "steps": [more rows], "summary"}, or {"end": {...}}
+A card that the record does not have yet comes with its name and task; one that begins anew with an empty text.
+`finals` are the places of the cards that a graph was for, in a record whose run has ended.
 """
 
 from __future__ import annotations
@@ -41,12 +44,11 @@ def apply(document: Document, frame: Document) -> None:
         phase = document[frame["phase"]] = {"cards": [], "steps": [], "summary": None}
     for change in frame["cards"]:
         number = change["i"]
-        while len(phase["cards"]) <= number:
-            told = document["together"]["cards"][len(phase["cards"])]
-            phase["cards"].append(_new_card(Specialist(told["name"], told["task"])))
+        if number == len(phase["cards"]):
+            phase["cards"].append(_new_card(Specialist(change["name"], change["task"])))
         card = phase["cards"][number]
-        card["text"] += change["more"]
         card.update({name: value for name, value in change.items() if name not in ("i", "more")})
+        card["text"] += change["more"]
     phase["steps"] += frame["steps"]
     phase["summary"] = frame["summary"]
 
@@ -78,7 +80,7 @@ def card_numbers(card: Card, now: float, began: float) -> Document:
         "cached_tokens": told.cached_tokens if told is not None else 0,
         "replica": None if progress is None else progress.replica or None,
         "finish_reason": None if result is None else str(result.finish_reason),
-        "error": None if result is None else _why(result),
+        "error": card.cause if result is None else card.cause or _why(result),
     }
 
 
@@ -94,7 +96,10 @@ def totals(document: Document) -> Document | None:
     summary = document["together"]["summary"]
     if summary is None:
         return None
-    agents = len(document["together"]["cards"]) - document["settings"]["synthesis"]
+    cards = document["together"]["cards"]
+    agents = len(cards) - document["settings"]["synthesis"]
+    if document.get("graph"):  # nodes of rules write nothing themselves
+        agents = sum(card["prompt_tokens"] > 0 for card in cards)
     names = ("tokens", "wall_s", "prompt_tokens", "cached_tokens")
     return {"agents": agents, **{name: summary.get(name, 0) for name in names}}
 

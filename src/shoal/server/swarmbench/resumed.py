@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from shoal.agents.carded import Before
 from shoal.agents.cards import Card, CardState, Specialist
-from shoal.agents.swarm import Before
+from shoal.server.swarmbench.orders import GraphOrder, Order, SwarmOrder
 from shoal.server.swarmbench.record import Document, new_phase
 from shoal.server.swarmbench.turns import Thread
 from shoal.types import FinishReason, Receipt, Result
@@ -27,14 +27,15 @@ class Resumed:
         document = self.document
         return Thread(document["thread"], tuple(document["earlier"]), document["left_out"])
 
-    def order(self) -> dict[str, Any]:
-        """The fields of its `SwarmOrder`."""
-        document = self.document
-        cards = document["together"]["cards"]
-        agents = cards[: len(cards) - document["settings"]["synthesis"]]
-        team = tuple(Specialist(card["name"], card["task"]) for card in agents)
-        facts = {"question": document["question"], "team": team, "caller": self.caller, "thread": self.thread()}
-        return {**document["settings"], **facts}
+    def order(self) -> Order:
+        """What it was asked for. Reading a graph takes time. Raises what orders do, and what Python does for fields."""
+        document, graph = self.document, self.document.get("graph")
+        cards = tuple(Specialist(card["name"], card["task"]) for card in document["together"]["cards"])
+        facts = {**document["settings"], "caller": self.caller, "thread": self.thread()}
+        if graph is not None:
+            return GraphOrder.read(graph["file"], graph["text"], graph["inputs"], known=cards, **facts)
+        team = cards[: len(cards) - document["settings"]["synthesis"]]
+        return SwarmOrder(question=document["question"], team=team, **facts)
 
     def begin(self) -> tuple[Document, Before]:
         """The record as it grows from here, and what the swarm has to know.

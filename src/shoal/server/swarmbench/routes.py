@@ -11,15 +11,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from shoal import __version__
+from shoal.agents.build.files import input_value
 from shoal.agents.swarm import SPECIALISTS
 from shoal.server.generation import Api
 from shoal.server.sse import WatchedStream
 from shoal.server.swarmbench.export import to_markdown
+from shoal.server.swarmbench.orders import GraphOrder, Order, SwarmOrder, describe
 from shoal.server.swarmbench.page_files import page_file
-from shoal.server.swarmbench.run import SwarmOrder
 from shoal.server.swarmbench.runs import SwarmRuns
 from shoal.server.swarmbench.schemas import (
     MAX_AGENTS,
+    MAX_GRAPH,
+    GraphFile,
+    GraphRequest,
     PullRequest,
     RenameRequest,
     SettingsRequest,
@@ -42,6 +46,7 @@ def add_page(app: FastAPI, api: Api) -> None:
     _file_routes(app)
     _page_routes(app, api, runs)
     _run_routes(app, api, runs)
+    _graph_routes(app, api, runs)
     _history_routes(app, runs)
     _thread_routes(app, runs)
     _storage_routes(app, Storage(api.hub), runs)
@@ -66,6 +71,7 @@ def _page_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
         served, (healthy, state) = api.hub.served, api.hub.health()
         told: dict[str, Any] = {"instance": instance, "version": __version__, "healthy": healthy, **state}
         told |= {"running": runs.running, "history_error": runs.history_error, "max_agents": MAX_AGENTS}
+        told["max_graph"] = MAX_GRAPH
         told["specialists"] = [{"name": one.name, "task": one.task} for one in SPECIALISTS]
         if served is not None:
             await _set_stall(served.engine, wanted)
@@ -109,16 +115,14 @@ def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
             team=tuple(agent.specialist() for agent in body.agents),
             max_tokens=body.max_tokens,
             temperature=body.temperature,
-            seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+            seed=_seed(body.seed),
             synthesis=body.synthesis,
             one_by_one=body.one_by_one,
             sharing=body.sharing,
             deadline_s=api.config.request_timeout_s,
             caller=api.caller(http),
         )
-        run = await runs.start(order, body.model, body.after)
-        told = {name: run.document[name] for name in ("id", "title", "thread", "turn")}
-        return {**told, "seed": order.seed}
+        return await _begun(runs, order, body)
 
     @app.get("/swarmbench/runs/{run_id}/events")
     async def events(
@@ -133,6 +137,38 @@ def _run_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
     async def stop(run_id: str, body: StopRequest) -> dict[str, Any]:
         await runs.stop(run_id, body.card)
         return {"id": run_id, "stopping": True}
+
+
+def _graph_routes(app: FastAPI, api: Api, runs: SwarmRuns) -> None:
+    @app.post("/swarmbench/graphs")
+    async def read(body: GraphFile) -> dict[str, Any]:
+        return await asyncio.to_thread(describe, body.file, body.text)
+
+    @app.post("/swarmbench/graphs/runs")
+    async def start(http: HttpRequest, body: GraphRequest) -> dict[str, Any]:
+        if api.config.log_prompts:
+            http.scope["state"]["record"]["body"] = body.model_dump(exclude_none=True)
+        order = await asyncio.to_thread(
+            GraphOrder.read,
+            body.file,
+            body.text,
+            {name: input_value(text) for name, text in body.inputs.items()},
+            seed=_seed(body.seed),
+            sharing=body.sharing,
+            deadline_s=api.config.request_timeout_s,
+            caller=api.caller(http),
+        )
+        return await _begun(runs, order, body)
+
+
+def _seed(wanted: int | None) -> int:
+    return secrets.randbelow(2**31) if wanted is None else wanted
+
+
+async def _begun(runs: SwarmRuns, order: Order, body: SwarmRequest | GraphRequest) -> dict[str, Any]:
+    run = await runs.start(order, body.model, body.after)
+    told = {name: run.document[name] for name in ("id", "title", "thread", "turn")}
+    return {**told, "seed": order.seed}
 
 
 def _history_routes(app: FastAPI, runs: SwarmRuns) -> None:

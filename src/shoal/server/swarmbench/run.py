@@ -11,58 +11,32 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from shoal.agents.cards import CardState, Specialist
-from shoal.agents.swarm import SYNTHESIS, Before, Swarm, swarm_sampling
+from shoal.agents.carded import Before, CardedRun
+from shoal.agents.cards import CardState
 from shoal.engine.engine import Engine
 from shoal.errors import CheckpointError, ShoalError
+from shoal.server.swarmbench.orders import Order
 from shoal.server.swarmbench.record import Document, apply, card_numbers, new_phase, phase_summary
 from shoal.server.swarmbench.resumed import INTERRUPTED, Resumed
 from shoal.server.swarmbench.steps import StepLog, single_stream_rate
-from shoal.server.swarmbench.turns import Thread
-from shoal.types import Namespace, Result, StepRecord
+from shoal.types import Result, StepRecord
 
 _FRAME_S = 1 / 60  # what a screen shows; tokens that come together travel together
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-@dataclass(frozen=True, slots=True)
-class SwarmOrder:
-    """What was asked for. `one_by_one`: run the agents once more, one after another, to compare the times.
-
-    `sharing`: whether the agents may share KV of what their prompts begin with, and with the other calls of `caller`.
-    `deadline_s` is that of each agent.
-    """
-
-    question: str
-    team: tuple[Specialist, ...]
-    max_tokens: int
-    temperature: float
-    seed: int
-    synthesis: bool
-    one_by_one: bool
-    sharing: bool
-    deadline_s: float | None = None
-    caller: str = ""
-    thread: Thread = field(default_factory=Thread)
-
-    def settings(self) -> dict[str, Any]:
-        """What is not the question, the team, its thread and whose run it is."""
-        left_out = ("question", "team", "caller", "thread")
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
-
-
 @dataclass(slots=True)
 class _Phase:
-    """A swarm, its steps, and how much of both has been told."""
+    """Agents with their cards, their steps, and how much of both has been told."""
 
     name: str
-    swarm: Swarm
+    swarm: CardedRun
     log: StepLog
-    told: dict[int, tuple[CardState, int, int]] = field(default_factory=dict)  # card: state, tokens, characters
+    cards_told: int  # that the record has
+    told: dict[int, tuple[CardState, int, int, int]] = field(default_factory=dict)  # card: state, tokens, text
     steps_told: int = 0
 
 
@@ -75,7 +49,7 @@ class SwarmRun:
 
     def __init__(
         self,
-        order: SwarmOrder,
+        order: Order,
         engine: Engine,
         model: str,
         ended: Callable[[SwarmRun], None],
@@ -86,7 +60,7 @@ class SwarmRun:
         """`ended` is called on the event loop when all is over.
 
         Its checkpoint lies in `folder` and has its id; a `resumed` one goes on from there. Raises
-        `InvalidRequestError`.
+        `InvalidRequestError`, `GraphError`.
         """
         self.id = secrets.token_hex(8) if resumed is None else str(resumed.document["id"])
         self.checkpoint = None if folder is None else folder / self.id
@@ -111,18 +85,19 @@ class SwarmRun:
         spec = engine.spec
         self.document: Document = document or {
             "id": self.id,
-            "title": order.question.strip().split("\n", 1)[0][:80],
+            "title": order.title,
             "question": order.question,
             "model": {"name": model, "precision": spec.precision, "runner": spec.runner},
             "created": time.time(),
             "state": "running",
             "note": None,
-            "settings": order.settings(),
+            **order.facts(),
             **order.thread.facts(self.id),
             "together": new_phase([card.specialist for card in self._together.swarm.everyone]),
             "one_by_one": None,
             "same_texts": None,
             "single_tokens_per_s": None,
+            "finals": [],
         }
         self._task: asyncio.Task[None] | None = None
 
@@ -184,23 +159,12 @@ class SwarmRun:
                 self._append({"end": self._end()})
 
     def _phase(self, name: str, before: Before | None = None) -> _Phase:
-        order, together = self._order, name == "together"
-        swarm = Swarm(
-            order.question,
-            order.team,
-            swarm_sampling(order.max_tokens, order.temperature, order.seed),
-            serial=not together,
-            synthesis=SYNTHESIS if order.synthesis and together else None,
-            sharing=order.sharing,
-            deadline_s=order.deadline_s,
-            namespace=Namespace(agent=order.caller),
-            earlier=order.thread.messages(),
-            checkpoint=self.checkpoint if together else None,
-            before=before,
-        )
-        log = StepLog(swarm.everyone, len(swarm.cards), self._engine.spec.block_bytes, time.perf_counter())
+        together = name == "together"
+        checkpoint = self.checkpoint if together else None
+        swarm = self._order.work(alone=not together, checkpoint=checkpoint, before=before)
+        log = StepLog(swarm.everyone, self._order.agents, self._engine.spec.block_bytes, time.perf_counter())
         log.used_s = 0.0 if before is None else before.used_s
-        return _Phase(name, swarm, log)
+        return _Phase(name, swarm, log, cards_told=len(swarm.everyone) if together else 0)
 
     async def _follow(self, phase: _Phase) -> None:
         """Run a phase to its end, telling what changes. A refusal ends the swarm, not the run's record."""
@@ -221,8 +185,7 @@ class SwarmRun:
             self._note = str(error)
         finally:
             self._engine.unlisten(listen)
-        ran = [card for card in phase.swarm.everyone if card.handle is not None]
-        self.results += [card.result for card in ran if card.result is not None]
+        self.results += phase.swarm.results
         self._tell(phase)
 
     def _tell(self, phase: _Phase) -> None:
@@ -232,11 +195,19 @@ class SwarmRun:
         now = time.perf_counter()
         cards = []
         for number, card in enumerate(phase.swarm.everyone):
-            state, tokens, characters = phase.told.get(number, (CardState.QUEUED, 0, 0))
-            if (card.state, card.tokens, len(card.text)) != (state, tokens, characters):
-                phase.told[number] = (card.state, card.tokens, len(card.text))
-                more = card.text[characters:]
-                cards.append({"i": number, "more": more, **card_numbers(card, now, phase.log.began)})
+            told = phase.told.get(number, (CardState.QUEUED, 0, 0, 0))
+            shown = (card.state, card.tokens, card.version, len(card.text))
+            if shown == told and number < phase.cards_told:
+                continue
+            change: Document = {"i": number, **card_numbers(card, now, phase.log.began)}
+            if number >= phase.cards_told:
+                change |= {"name": card.name, "task": card.specialist.task}
+                phase.cards_told = number + 1
+            anew = card.version != told[2]
+            if anew:
+                change["text"] = ""
+            cards.append({**change, "more": card.text[0 if anew else told[3] :]})
+            phase.told[number] = shown
         steps = phase.log.rows[phase.steps_told :]
         phase.steps_told += len(steps)
         if cards or steps:
@@ -245,11 +216,12 @@ class SwarmRun:
 
     def _end(self) -> Document:
         """How it ended."""
-        cards = self._together.swarm.everyone
+        swarm = self._together.swarm
+        cards = swarm.everyone
         states = {card.state for card in cards}
         if self._lost:
             state = "interrupted"
-        elif self._note is not None or CardState.FAILED in states or not self._together.swarm.finished:
+        elif self._note is not None or swarm.failed or not swarm.finished:
             state = "failed"
         else:
             state = "cancelled" if self._stopped or CardState.ABORTED in states else "done"
@@ -257,7 +229,7 @@ class SwarmRun:
         same = None
         if self._alone is not None and self._alone.swarm.finished and not self._stopped:
             same = sum(a.text == b.text for a, b in zip(self._alone.swarm.cards, cards, strict=False))
-        told = {"state": state, "note": self._note, "same_texts": same}
+        told = {"state": state, "note": self._note, "same_texts": same, "finals": swarm.finals}
         return {**told, "single_tokens_per_s": single_stream_rate(rows)}
 
 

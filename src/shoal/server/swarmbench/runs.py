@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from shoal.server.generation import Api
 from shoal.server.hub import Served
 from shoal.server.logs import logger
 from shoal.server.swarmbench.history import History
+from shoal.server.swarmbench.orders import Order
 from shoal.server.swarmbench.record import Document, frozen
 from shoal.server.swarmbench.resumed import INTERRUPTED, Resumed
-from shoal.server.swarmbench.run import SwarmOrder, SwarmRun
+from shoal.server.swarmbench.run import SwarmRun
 from shoal.server.swarmbench.turns import Thread, fitting, thread_after
 
 MAX_RUNNING = 8  # each may have eight agents; more only wait for each other
@@ -46,11 +46,11 @@ class SwarmRuns:
                 self._history = await asyncio.to_thread(History, self._api.config.history)
         return self._history
 
-    async def start(self, order: SwarmOrder, model: str | None, after: str | None = None) -> SwarmRun:
+    async def start(self, order: Order, model: str | None, after: str | None = None) -> SwarmRun:
         """Begin a run, `after` another one of the same thread.
 
         ApiError when there are too many, no model serves, or that other one is not there or goes on;
-        `InvalidRequestError`.
+        `InvalidRequestError`, `GraphError`.
         """
         thread = None if after is None else await self._thread(after)
         running = sum(not run.finished for run in self._runs.values())
@@ -59,8 +59,7 @@ class SwarmRuns:
         served = self._api.hub.acquire(model)
         try:
             if thread is not None:
-                thread = await asyncio.to_thread(fitting, served.engine, thread, order.question, order.team)
-                order = replace(order, thread=thread)
+                order = order.of_thread(await asyncio.to_thread(fitting, served.engine, thread, order.prompt))
             folder = await asyncio.to_thread(self._made_folder)
             run = SwarmRun(order, served.engine, served.name, lambda run: self._ended(run, served), folder=folder)
         except BaseException:
@@ -103,7 +102,7 @@ class SwarmRuns:
             return f"{model['name']} ({model['precision']}) is not served any more"
         served = self._api.hub.acquire(None)
         try:
-            order = SwarmOrder(**left.order())
+            order = await asyncio.to_thread(left.order)
             run = SwarmRun(
                 order, served.engine, served.name, lambda run: self._ended(run, served), folder=folder, resumed=left
             )

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shoal.agents.cards import Specialist
+from shoal.agents.graphcards import MAX_NODES
 from shoal.server.openai.fields import Finite, Strict
 
 MAX_AGENTS = 8
+MAX_GRAPH = 50_000  # characters of a graph file
 
 
 class OrderedAgent(Strict):
@@ -38,10 +40,27 @@ class SwarmRequest(Strict):
     sharing: bool = True
 
 
+class GraphFile(Strict):
+    """`POST /swarmbench/graphs`: the name and the text of a graph file, as `shoal graph run` takes it."""
+
+    file: Annotated[str, Field(min_length=1, max_length=200)]
+    text: Annotated[str, Field(min_length=1, max_length=MAX_GRAPH)]
+
+
+class GraphRequest(GraphFile):
+    """`POST /swarmbench/graphs/runs`: such a file and its inputs, texts as `shoal graph run --input` takes them."""
+
+    model: str | None = None
+    after: Annotated[str, Field(max_length=64)] | None = None
+    inputs: Annotated[dict[str, Annotated[str, Field(max_length=20_000)]], Field(default_factory=dict, max_length=20)]
+    seed: Annotated[int, Field(ge=0, le=2**62)] | None = None
+    sharing: bool = True
+
+
 class StopRequest(Strict):
     """`POST /swarmbench/runs/{id}/stop`: one card, or all."""
 
-    card: Annotated[int, Field(ge=0, le=MAX_AGENTS)] | None = None
+    card: Annotated[int, Field(ge=0, le=MAX_NODES)] | None = None
 
 
 class RenameRequest(Strict):

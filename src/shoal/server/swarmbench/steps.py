@@ -46,10 +46,7 @@ class StepLog:
     written: int = 0  # output tokens of its steps, and of these the ones that were drafted
     accepted: int = 0
     used_s: float = 0.0  # in which the swarm had run before it was resumed
-    _seen: list[_Seen] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._seen = [_Seen() for _ in self.cards]
+    _seen: list[_Seen] = field(default_factory=list, init=False)
 
     def go_on_from(self, summary: Mapping[str, Any]) -> None:
         """Peaks of the same phase before it was resumed."""
@@ -60,7 +57,9 @@ class StepLog:
         """Take in a step that has just ended."""
         took = joined = left = 0
         running: list[Progress] = []
-        for bit, (card, seen) in enumerate(zip(self.cards, self._seen, strict=True)):
+        cards = tuple(self.cards)  # a graph's grow, on another thread
+        self._seen += [_Seen() for _ in cards[len(self._seen) :]]
+        for bit, (card, seen) in enumerate(zip(cards, self._seen, strict=True)):
             if card.handle is None:
                 continue
             progress = card.handle.progress()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.agents.cards import Specialist
-from shoal.agents.swarm import swarm_messages
 from shoal.engine.engine import Engine
 from shoal.server.errors import bad_request
 from shoal.server.swarmbench.record import Document, totals
@@ -47,9 +45,12 @@ class Thread:
 def turn_of(run: Document) -> Document:
     """A run as later turns have it: {"id", "question", "answer", "totals"}.
 
-    The answer is the synthesis; where there is none it is what the agents wrote.
+    The answer is the synthesis; where there is none it is what the agents wrote, of a graph those that it was for.
     """
-    cards = [card for card in run["together"]["cards"] if card["text"].strip()]
+    cards = run["together"]["cards"]
+    if run.get("graph"):
+        cards = [cards[place] for place in run.get("finals", ())]
+    cards = [card for card in cards if card["text"].strip()]
     if run["settings"]["synthesis"] and cards and cards[-1] is run["together"]["cards"][-1]:
         cards = cards[-1:]
     answer = "\n\n".join(
@@ -66,17 +67,17 @@ def thread_after(run: Document) -> Thread:
     return Thread(run.get("thread", run["id"]), earlier)
 
 
-def fitting(engine: Engine, thread: Thread, question: str, team: Sequence[Specialist]) -> Thread:
+def fitting(engine: Engine, thread: Thread, prompt: Callable[[Sequence[Message]], list[Message]]) -> Thread:
     """The same with as many of the oldest turns left out as it takes for a prompt to fill half of what can be read.
 
-    The other half is for what the agents write, and for the synthesis to read that. Takes the time of tokenising.
+    `prompt` makes the longest one from the turns before. The other half is for what the agents write, and for others
+    to read that. Takes the time of tokenising.
     """
     limit = min(engine.spec.context_length, engine.spec.kv_capacity) // 2
-    longest = max(team, key=lambda one: len(one.task))
 
     def fits(left_out: int) -> bool:
         shorter = Thread(thread.id, thread.earlier, left_out)
-        return len(engine.tokenize(Request(messages=swarm_messages(question, longest, shorter.messages())))) <= limit
+        return len(engine.tokenize(Request(messages=prompt(shorter.messages())))) <= limit
 
     count = len(thread.earlier)
     return Thread(thread.id, thread.earlier, bisect_left(range(count), True, key=fits))

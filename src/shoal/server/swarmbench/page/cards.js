@@ -3,8 +3,8 @@
 import { make, say } from "./dom.js";
 import { grow, render } from "./markdown.js";
 
-const ENDED = new Set(["done", "failed", "cancelled"]);
-const LABELS = { queued: "queued", prefill: "reading", decoding: "writing", done: "done", failed: "failed", cancelled: "stopped" };
+const ENDED = new Set(["done", "failed", "skipped", "cancelled"]);
+const LABELS = { queued: "queued", prefill: "reading", decoding: "writing", done: "done", failed: "failed", skipped: "skipped", cancelled: "stopped" };
 const NUMBERS_MS = 100;
 
 export const ended = (card) => ENDED.has(card.state);
@@ -71,7 +71,7 @@ export class CardView {
 
 function facts(card) {
   if (card.error) return card.error;
-  if (card.state === "queued" && !card.tokens) return card.task;
+  if (!card.tokens) return card.task; // nothing yet, or a node that wrote nothing itself
   const told = [`${card.tokens} tok`];
   if (card.tokens_per_s) told.push(`${Math.round(card.tokens_per_s)} tok/s`);
   if (card.ttft_ms !== null) told.push(`TTFT ${Math.round(card.ttft_ms)} ms`);

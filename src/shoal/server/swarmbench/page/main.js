@@ -3,6 +3,7 @@
 import { ApiError, Unreachable, call, onKeyWanted } from "./api.js";
 import { chosen, clearQuestion, setUpComposer } from "./composer.js";
 import { $, announce, ask, closable, make, say } from "./dom.js";
+import { graph, graphOrder, setUpGraph } from "./graph.js";
 import { markCurrent, refreshHistory, setUpHistory } from "./history.js";
 import { setUpModels, showState } from "./models.js";
 import { prefs } from "./prefs.js";
@@ -123,29 +124,41 @@ function showButtons() {
   $("send").disabled = loading || view.running;
 }
 
-async function send() {
-  const question = $("question").value.trim();
-  if (!question || sending || $("send").disabled) {
-    $("question").focus();
-    return;
-  }
-  const body = {
+/** What the message box stands for: who answers, and what beside it does not matter then. */
+function showAsked() {
+  const asked = graph();
+  for (const id of ["count-field", "team-open", "one-by-one-chip"]) $(id).hidden = asked !== null;
+  say($("graph-open"), asked ? `Graph: ${asked.name}` : "Graph…");
+}
+
+function swarmOrder(question) {
+  return {
     question,
     agents: chosen(),
     max_tokens: prefs.maxTokens,
     temperature: prefs.temperature,
     synthesis: prefs.synthesis,
     one_by_one: prefs.oneByOne,
-    sharing: prefs.sharing,
   };
+}
+
+async function send() {
+  const question = $("question").value.trim();
+  const asked = graph();
+  const wanted = !asked || asked.inputs.length > 0; // a graph may need no words
+  if ((wanted && !question) || sending || $("send").disabled) {
+    $("question").focus();
+    return;
+  }
+  const body = { ...(asked ? graphOrder(question) : swarmOrder(question)), sharing: prefs.sharing };
   if (view.document) body.after = view.document.id;
   if (prefs.seed !== "") body.seed = prefs.seed;
   sending = true;
   try {
-    const { id } = await call("POST", "/swarmbench/runs", body);
+    const { id } = await call("POST", asked ? "/swarmbench/graphs/runs" : "/swarmbench/runs", body);
     clearQuestion();
     banner("");
-    announce(`${body.agents.length} agents have begun`);
+    announce(asked ? `The graph ${asked.name} has begun` : `${body.agents.length} agents have begun`);
     location.hash = id;
   } catch (error) {
     complain(error);
@@ -178,6 +191,7 @@ async function followAddress() {
 
 function setUp(page) {
   setUpComposer(page.specialists, send, () => view.stop().catch(complain));
+  setUpGraph(page.max_graph, showAsked);
   setUpModels({
     busy(on) {
       loading = on;
@@ -197,7 +211,7 @@ function setUp(page) {
     complain,
   });
   setUpSettings({ themeChanged: () => view.strip.restart(), complain });
-  for (const name of ["team", "settings", "sides"]) closable($(name));
+  for (const name of ["team", "graph", "settings", "sides"]) closable($(name));
   $("banner-close").onclick = () => banner("");
   $("fresh").onclick = () => {
     location.hash = "";

@@ -17,9 +17,9 @@ export function apply(document, frame) {
   }
   const phase = (document[frame.phase] ??= { cards: [], steps: [], summary: null });
   for (const { i, more, ...changes } of frame.cards) {
-    while (phase.cards.length <= i) phase.cards.push({ ...document.together.cards[phase.cards.length], text: "", state: "queued" });
-    phase.cards[i].text += more;
+    if (i === phase.cards.length) phase.cards.push({ text: "" });
     Object.assign(phase.cards[i], changes);
+    phase.cards[i].text += more;
   }
   phase.steps.push(...frame.steps);
   phase.summary = frame.summary;
@@ -92,14 +92,11 @@ export class RunView {
   show(document) {
     const again = this.document?.id === document.id;
     this.document = document;
-    const agents = document.together.cards.length - (document.settings.synthesis ? 1 : 0);
-    this.views = document.together.cards.map(
-      (card, i) => new CardView(card, i, i < agents ? i : 8, () => this.stop(i)),
-    );
-    this.states = document.together.cards.map((card) => card.state);
-    $("cards").replaceChildren(...this.views.slice(0, agents).map((view) => view.element));
-    $("cards").dataset.count = agents;
-    $("last").replaceChildren(...this.views.slice(agents).map((view) => view.element));
+    this.views = [];
+    this.states = [];
+    $("cards").replaceChildren();
+    $("last").replaceChildren();
+    this.addViews();
     $("run").hidden = false;
     showEarlier(document);
     if (!again && document.earlier.length) $("run").scrollIntoView();
@@ -113,10 +110,23 @@ export class RunView {
     this.wake();
   }
 
+  /** A view for each card that has none yet: a graph's nodes may add others. */
+  addViews() {
+    const { cards } = this.document.together;
+    for (let i = this.views.length; i < cards.length; i++) {
+      const last = i >= this.agents;
+      this.views.push(new CardView(cards[i], i, last ? 8 : i % 8, () => this.stop(i)));
+      this.states.push(cards[i].state);
+      $(last ? "last" : "cards").append(this.views[i].element);
+    }
+    $("cards").dataset.count = this.agents;
+  }
+
   head() {
-    const { model, created, settings, note } = this.document;
+    const { model, created, settings, note, graph } = this.document;
     const when = new Date(created * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
-    const told = [`${model.name} (${model.precision}, ${model.runner})`, when, `at most ${settings.max_tokens} tokens each`];
+    const what = graph ? `graph ${graph.name} (${graph.file})` : `at most ${settings.max_tokens} tokens each`;
+    const told = [`${model.name} (${model.precision}, ${model.runner})`, when, what];
     if (!settings.sharing) told.push("prefix sharing off");
     if (note) told.push(note);
     say($("run-facts"), told.join(" · "));
@@ -130,6 +140,7 @@ export class RunView {
       announce(`All have ended: ${this.outcome()}`);
       this.changed(this.document, true);
     } else if (frame.phase === "together") {
+      this.addViews();
       this.listenFor(frame.cards);
     }
     this.wake();
@@ -189,7 +200,7 @@ export class RunView {
         say($(`tile-${name}`), "–");
         say($(`tile-${name}-note`), "\u00a0");
       }
-      if (!settings.one_by_one) say($("tile-alone-note"), "switch it on to compare");
+      if (!settings.one_by_one) say($("tile-alone-note"), this.alone());
       return;
     }
     const { name } = this.document.model;
@@ -221,9 +232,14 @@ export class RunView {
       say($("tile-alone-note"), factor + equal);
     } else {
       say($("tile-alone"), "–");
-      const text = settings.one_by_one ? (this.running ? "comes after the synthesis" : "was not run") : "switch it on to compare";
+      const text = settings.one_by_one ? (this.running ? "comes after the synthesis" : "was not run") : this.alone();
       say($("tile-alone-note"), text);
     }
+  }
+
+  /** Why there is no comparison. */
+  alone() {
+    return this.document.graph ? "not of a graph" : "switch it on to compare";
   }
 
   outcome() {

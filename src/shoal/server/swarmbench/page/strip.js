@@ -11,6 +11,9 @@ const AXIS = 18;
 // Places in a row of the server's table.
 const [BEGIN, MS, BATCH, PREFILL, DECODE, TOOK, JOINED, LEFT, HELD, SAVED] = Array.from({ length: 10 }, (_, i) => i);
 
+/** Whether a set of cards has that one. A graph may have more of them than bits that `&` looks at. */
+const has = (bits, card) => Math.floor(bits / 2 ** card) % 2 === 1;
+
 export class Strip {
   constructor(canvas, note) {
     this.canvas = canvas;
@@ -123,8 +126,8 @@ export class Strip {
     const base = lane.top + lane.rows * ROW;
     let level = 0;
     for (let card = 0; card <= agents; card++) {
-      if (!(step[TOOK] & (1 << card)) || level >= lane.rows) continue;
-      pen.fillStyle = this.colours[card < agents ? card : 8];
+      if (!has(step[TOOK], card) || level >= lane.rows) continue;
+      pen.fillStyle = this.colours[card < agents ? card % 8 : 8];
       pen.globalAlpha = step[PREFILL] ? 0.55 : 1;
       pen.fillRect(x, base - (level + 1) * ROW + 1, wide, ROW - 1);
       level += 1;
@@ -136,9 +139,9 @@ export class Strip {
     }
     if (lane.rows > 1 && (step[JOINED] || step[LEFT])) {
       for (let card = 0; card <= agents; card++) {
-        const joined = step[JOINED] & (1 << card);
-        if (!joined && !(step[LEFT] & (1 << card))) continue;
-        pen.fillStyle = this.colours[card < agents ? card : 8];
+        const joined = has(step[JOINED], card);
+        if (!joined && !has(step[LEFT], card)) continue;
+        pen.fillStyle = this.colours[card < agents ? card % 8 : 8];
         this.mark(joined ? x : x + wide, joined);
       }
     }
@@ -194,7 +197,7 @@ export class Strip {
       return;
     }
     const cards = this.document.together.cards;
-    const names = (bits) => cards.filter((_, i) => bits & (1 << i)).map((card) => card.name).join(", ");
+    const names = (bits) => cards.filter((_, i) => has(bits, i)).map((card) => card.name).join(", ");
     const what = step[PREFILL] ? `${step[PREFILL]} prompt tokens, ${step[DECODE]} decoded` : `${step[DECODE]} decoded`;
     const told = [
       `${lane.name}, step ${picked.index + 1}: ${step[BATCH]} in the batch, ${step[MS].toFixed(1)} ms, ${what}`,

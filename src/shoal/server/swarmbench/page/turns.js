@@ -4,10 +4,12 @@ import { $, make, say } from "./dom.js";
 import { render } from "./markdown.js";
 
 /** A run's agents in numbers, as the history has them; null when nothing ran. */
-export function totalsOf({ together, settings }) {
+export function totalsOf({ together, settings, graph }) {
   const sum = together.summary;
   if (!sum) return null;
-  const agents = together.cards.length - (settings.synthesis ? 1 : 0);
+  const { cards } = together;
+  const wrote = cards.filter((card) => card.prompt_tokens > 0); // nodes of rules do not
+  const agents = graph ? wrote.length : cards.length - (settings.synthesis ? 1 : 0);
   return { agents, tokens: sum.tokens, wall_s: sum.wall_s, prompt_tokens: sum.prompt_tokens, cached_tokens: sum.cached_tokens };
 }
 
