@@ -123,7 +123,8 @@ class KVCacheManager:
             checkpoint = self.checkpoints.reserve(self.pool)
             if checkpoint is not None:
                 self.tree.keep_state(whole[-1], size, checkpoint)
-        begin, windows = len(path), (None,) * len(blocks)
+        begin = len(path)
+        windows: tuple[WindowId | None, ...] = (None,) * len(blocks)
         if self.windows is not None:
             begin, windows = self.windows.restore(whole, first, len(path))
         self.tree.release(whole)
