@@ -95,7 +95,11 @@ def bench(
         _tell(table(measured))
         document = {**measured, "command": command, "machine": facts}
     else:
+        from shoal.bench.report import measured as measured_tables
+        from shoal.bench.results import Results
+
         document = run_suite(wanted, facts, command, _tell, save)
+        _tell(measured_tables(Results(document)))
     save(document)
     print(json.dumps(document), flush=True)
 
