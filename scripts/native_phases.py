@@ -13,11 +13,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.models.files import local_files
-from shoal.runners.native.runner import NativeRunner
+from shoal.models.files import ModelFiles, local_files
+from shoal.runners.native import pack
+from shoal.runners.native.core import load_core
+from shoal.runners.native.runner import BLOCK_SIZE, NativeRunner, packed_path, write_packed
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 
 CHUNK = 512
+ROWS = (1, 4, 8, 16, 32)
+EACH = 4  # blocks of a row
+APART = 8  # rows over a trunk, and over copies of it
+OWN = 2  # blocks of each of them behind the trunk
+PROMPT = 40  # blocks of a prefill
+
+
+def kv_bytes(files: ModelFiles, cache: Path, kv_precision: str, blocks: int) -> int:
+    """The budget in which a runner has so many blocks, and leaves room for the recurrent state of what has some."""
+    path = packed_path(files, cache)
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        write_packed(files, path)
+    facts = {**pack.read_header(path).facts, "kv_bits": 8 if kv_precision == "u8" else 16}
+    block, state = load_core().sizes(facts)
+    return int(blocks * block + (blocks * block // 2 + 4 * state if state else 0))
 
 
 class Bench:
@@ -60,8 +78,8 @@ class Bench:
     def rows(self) -> None:
         """Few rows and many."""
         took = {}
-        for count in (1, 4, 8, 16, 32):
-            tables = [range(i * 4, i * 4 + 4) for i in range(count)]
+        for count in ROWS:
+            tables = [range(i * EACH, (i + 1) * EACH) for i in range(count)]
             for table in tables:
                 self.fill(table, 32)
             took[count] = self.decode(f"rows {count}", tables, 32)["step"]
@@ -71,9 +89,9 @@ class Bench:
         """Eight rows over `length` tokens that they share, and over copies."""
         blocks = length // self.size
         length = blocks * self.size
-        trunk, own = range(blocks), [range(blocks + 2 * i, blocks + 2 * i + 2) for i in range(8)]
-        shared = [(*trunk, *own[i]) for i in range(8)]
-        copies = [range(blocks * (i + 1) + 16, blocks * (i + 2) + 16) for i in range(7)]
+        trunk, own = range(blocks), [range(blocks + OWN * i, blocks + OWN * (i + 1)) for i in range(APART)]
+        shared = [(*trunk, *own[i]) for i in range(APART)]
+        copies = [range(blocks * i + OWN * APART, blocks * (i + 1) + OWN * APART) for i in range(1, APART)]
         self.fill(trunk, length)
         moves = tuple((block, copy[block]) for copy in copies for block in trunk)
         row = ScheduledSequence(0, (5,), length, shared[0], Want.ARGMAX)
@@ -87,8 +105,8 @@ class Bench:
         """A chunk of 512 tokens, at the start and behind another."""
         tokens = tuple((7 * p) % 1000 + 100 for p in range(CHUNK))
         for name, start in (("prefill 512", 0), ("the next 512", CHUNK)):
-            self.fill(range(40), start)
-            plan = StepPlan(0, (ScheduledSequence(0, tokens, start, tuple(range(40)), Want.ARGMAX),))
+            self.fill(range(PROMPT), start)
+            plan = StepPlan(0, (ScheduledSequence(0, tokens, start, tuple(range(PROMPT)), Want.ARGMAX),))
             took = self.show(name, [self.timed(plan) for _ in range(5)])["step"]
             print(f"{name}: {1e3 * CHUNK / took:.0f} tokens/s")
 
@@ -101,16 +119,22 @@ if __name__ == "__main__":
     parser.add_argument("--trunk", type=int, default=4000)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--kv-precision", choices=("auto", "bf16", "u8"), default="auto")
-    parser.add_argument("--kv-mib", type=int, default=1300)
     parser.add_argument("--cache", type=Path, default=Path("/tmp/shoal-native-bench"))
     options = parser.parse_args()
+    cases, source = options.cases.split(","), local_files("bench", options.model)
+    needed = {
+        "rows": EACH * max(ROWS),
+        "trunk": APART * (options.trunk // BLOCK_SIZE + OWN),
+        "prefill": PROMPT,
+    }
+    most = max(needed[case] for case in cases)
     loaded = NativeRunner.load(
-        local_files("bench", options.model),
-        kv_bytes=options.kv_mib << 20,
+        source,
+        kv_bytes=kv_bytes(source, options.cache, options.kv_precision, most),
         cache_dir=options.cache,
         threads=options.threads,
         kv_precision=options.kv_precision,
     )
     bench = Bench(loaded, options.rounds)
-    for case in options.cases.split(","):
+    for case in cases:
         {"rows": bench.rows, "trunk": lambda: bench.trunk(options.trunk), "prefill": bench.prefill}[case]()

@@ -84,7 +84,7 @@ def test_a_shape_is_measured_without_a_model(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("shoal.bench.harness._PAUSE_S", 0.0)
     monkeypatch.setattr("shoal.bench.suite.write_shape", partial(write_shape, layers=1))
     options = ["--shape", "smollm2-135m", "--format", "q4_0", "--scenario", "serve", "--runs", "1", "--quick"]
-    made = CliRunner().invoke(app, ["bench", *options, "--peers", "", "--margin", "100"])
+    made = CliRunner().invoke(app, ["bench", *options, "--margin", "100"])
     assert made.exit_code == 0, made.output
     told: dict[str, Any] = json.loads(made.stdout.splitlines()[-1])
     assert (told["model"]["file"], told["model"]["random_weights"]) == ("smollm2-135m-q4_0.gguf", True)
@@ -92,6 +92,8 @@ def test_a_shape_is_measured_without_a_model(tmp_path: Path, monkeypatch: pytest
     level = Results(told).level("serve", "1")
     assert level is not None
     assert figure(level, "shoal", "tokens_per_s") is not None
+    assert "## Over HTTP" in made.stderr
+    assert set(told["systems"]) <= {"shoal", "shoal-http", "shoal-agents"}  # no peer takes part in this scenario
     both = CliRunner().invoke(app, ["bench", "--shape", "smollm2-135m", "--model", "other"])
     assert both.exit_code != 0
     assert "two models" in both.output

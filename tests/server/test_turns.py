@@ -93,6 +93,21 @@ def test_tools_that_may_not_be_called_stay_in_the_prompt(live: Live) -> None:
     assert barred.json()["choices"][0]["message"].get("tool_calls") is None
 
 
+def test_what_a_chat_left_is_kept_while_a_tool_runs() -> None:
+    body = {"messages": [{"role": "user", "content": "Look around. " * 20}], "tools": [TOOL], "max_tokens": 200}
+    with Live(thinking_toy(SWITCHED)) as live:
+        assert live.post(PATH, {**body, **spoken("Yes.")}).status_code == 200
+        settled(live)
+        keeping = live.engine._loop.scheduler._keeping
+        assert not len(keeping)
+        answer = live.post(PATH, {**body, "tool_choice": "required", "temperature": 0})
+        assert answer.json()["choices"][0]["message"]["tool_calls"], answer.text
+        until = time.monotonic() + 20
+        while not len(keeping):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 def tool(name: str) -> Tool:
     return Tool(type="function", function=Function(name=name))
 

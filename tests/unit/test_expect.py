@@ -10,7 +10,7 @@ import pytest
 
 from shoal.core.audit import check_integrity
 from shoal.core.blocks import BlockPool
-from shoal.core.commands import Abort
+from shoal.core.commands import Abort, Keep
 from shoal.core.prefix_tree import PrefixTree
 from shoal.engine.aio import AsyncEngine
 from shoal.engine.handles import Expectation
@@ -215,6 +215,28 @@ def test_a_turn_that_is_kept_goes_after_newer_ones_until_its_time_is_over() -> N
     driver.drain()
     assert not tree.eviction._announced
     check_integrity(driver.scheduler)
+
+
+def test_a_beginning_is_kept_as_a_turn_is() -> None:
+    """A chat that waits for a tool: its next turn's beginning is evicted after newer ones, until its time is over."""
+    driver = Driver(num_blocks=8)
+    for first in (1, 2):
+        driver.add([first] * 8, max_tokens=1)
+        driver.drain()
+    driver.apply(Keep((1,) * 8, HOME, driver.now + 60.0))
+    tree = driver.scheduler.kv.tree
+    tree.evict(1)
+    assert [first for first in (1, 2) if tree.match([first] * 8, HOME, limit=8).tokens == 8] == [1]
+    driver.now += 61.0
+    driver.add([3] * 4, max_tokens=1)
+    driver.drain()
+    assert not tree.eviction._announced
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), 1e9])
+def test_a_beginning_is_kept_for_a_number_of_seconds(seconds: float) -> None:
+    with toy_engine() as engine, pytest.raises(InvalidRequestError, match="keep is"):
+        engine.keep([1, 2], seconds)
 
 
 def test_a_turn_that_was_left_is_not_kept() -> None:

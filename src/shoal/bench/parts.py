@@ -243,6 +243,13 @@ def _paced(bench: Bench, policy: PowerPolicy, hot: bool, number: int, counting: 
     return {**told, "joules_per_token": joules / report.output_tokens} if counting else told
 
 
+def page(bench: Bench) -> dict[str, Any]:
+    """The page over `shoal serve`: from the click until eight agents have ended on the screen, and what that costs."""
+    from shoal.bench.page import measure_page  # here: it needs the server
+
+    return measure_page(bench.model, bench.runner, bench.runs)
+
+
 _ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
@@ -283,4 +290,5 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "masks": masks,
     "graph": graph,
     "pace": pace,
+    "page": page,
 }

@@ -21,6 +21,26 @@ def markdown(results: Results, path: str) -> str:
         _SOURCE.format(path=path, digest=results.digest),
         "# Benchmarks",
         _introduction(results, path),
+        *_sections(results),
+        "## Cold and warm",
+        tables.cold(results),
+        "## The same outputs",
+        tables.equality(results),
+        "## How it was measured",
+        _method(results),
+        "## Configurations",
+        _configurations(results),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def measured(results: Results) -> str:
+    """The tables of what was measured, for a terminal."""
+    return "\n\n".join(part for part in _sections(results) if not part.startswith("!["))
+
+
+def _sections(results: Results) -> list[str]:
+    return [
         *_section(results, "scaling", "Streams", tables.scaling(results), ("scoreboard", "scaling")),
         *_precisions(results),
         *_section(results, "burst", "Burst", tables.burst(results), ("burst",)),
@@ -32,16 +52,7 @@ def markdown(results: Results, path: str) -> str:
         *_section(results, "company", "Beside a busy process", tables.company(results)),
         *_section(results, "serve", "Over HTTP", tables.serve(results)),
         *_section(results, "sustained", "A load that lasts", tables.sustained(results), ("sustained",)),
-        "## Cold and warm",
-        tables.cold(results),
-        "## The same outputs",
-        tables.equality(results),
-        "## How it was measured",
-        _method(results),
-        "## Configurations",
-        _configurations(results),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def write(path: Path, out: Path, name: str | None = None) -> list[Path]:

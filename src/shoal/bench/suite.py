@@ -66,7 +66,9 @@ def run_suite(
     if files.kind != "gguf":
         raise BenchmarkError(f"{files.name} is no GGUF file", value=files.kind, hint="peers share one GGUF; give one")
     threads = options.threads or int(facts["cores"])
-    sources, missing = _sources(options, files, store, threads)
+    default = DEFAULT_PEERS if any(workload.peers for workload in workloads) else ()
+    peers = options.peers if options.peers is not None else default
+    sources, missing = _sources(options, peers, files, store, threads)
     for key, why in missing.items():
         tell(f"without {key}: {why}")
     tell("measuring the machine")
@@ -123,14 +125,14 @@ def _shape(shape: str, kind: str, store: Store) -> Path:
 
 
 def _sources(
-    options: Options, files: ModelFiles, store: Store, threads: int
+    options: Options, peers: Sequence[str], files: ModelFiles, store: Store, threads: int
 ) -> tuple[dict[Named, Measured], dict[str, str]]:
-    """Every system that takes part with its model, and why the others do not. BenchmarkError for an unknown name."""
+    """Ours and `peers` with their models, and why some of them do not take part. BenchmarkError for an unknown name."""
     model = str(files.path) if options.shape else options.model
     ours = Measured(model, files.path, threads, store.cache_dir(files.key), options={"runner": options.runner})
     sources = {named("shoal"): ours, named("shoal-http"): ours, named("shoal-agents"): ours}
     missing: dict[str, str] = {}
-    for text in options.peers if options.peers is not None else DEFAULT_PEERS:
+    for text in peers:
         system = named(text)
         source = replace(ours, options={}, url=system.url)
         reason = why_missing(system)

@@ -95,7 +95,11 @@ def bench(
         _tell(table(measured))
         document = {**measured, "command": command, "machine": facts}
     else:
+        from shoal.bench.report import measured as measured_tables
+        from shoal.bench.results import Results
+
         document = run_suite(wanted, facts, command, _tell, save)
+        _tell(measured_tables(Results(document)))
     save(document)
     print(json.dumps(document), flush=True)
 
@@ -143,7 +147,9 @@ def compare(
 
 @app.command()
 def part(
-    names: Annotated[list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph, pace.")],
+    names: Annotated[
+        list[str], typer.Argument(help="scheduler, sampling, second, distinct, masks, graph, pace, page.")
+    ],
     runs: Annotated[int, typer.Option(help="Rounds of each.", min=1)] = 5,
     model: options.Model = options.DEFAULT_MODEL,
     runner: Annotated[str, typer.Option(help="Backend of this engine.")] = "auto",

@@ -109,6 +109,15 @@ class CancelExpectation:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """A prefix will be wanted again before `until`, a time of the caller's clock: it is evicted late."""
+
+    tokens: tuple[int, ...]
+    namespace: Namespace
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
     """A waiting sequence is not to join while what it wants back from further tiers is on its way; or it is again."""
 
@@ -188,6 +197,7 @@ Command: TypeAlias = (
     | Unpin
     | Expect
     | CancelExpectation
+    | Keep
     | Hold
     | Restore
     | Forget

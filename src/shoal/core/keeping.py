@@ -1,4 +1,4 @@
-"""Prefixes that a next turn is sure to ask for: spared for a time after the request that left them has ended."""
+"""Prefixes that a next turn is sure to ask for: spared for a time, as the request that left them or a caller asks."""
 
 from __future__ import annotations
 

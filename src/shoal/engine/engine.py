@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from shoal.checks import is_number
 from shoal.config import EngineConfig, Settings
-from shoal.core.commands import SetMaxStall
+from shoal.core.commands import Keep, SetMaxStall
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Status
 from shoal.engine.admission import Admission
@@ -27,7 +28,18 @@ from shoal.engine.thread import LoopThread
 from shoal.errors import EngineClosedError, InvalidRequestError, ShoalError
 from shoal.runners.base import Runner
 from shoal.runners.plan import ModelSpec
-from shoal.types import EngineStats, Event, FinishReason, Namespace, Report, Request, Result, SamplingParams, StepRecord
+from shoal.types import (
+    MAX_KEEP_S,
+    EngineStats,
+    Event,
+    FinishReason,
+    Namespace,
+    Report,
+    Request,
+    Result,
+    SamplingParams,
+    StepRecord,
+)
 
 if TYPE_CHECKING:
     from shoal.engine.pressure import MemoryWatch
@@ -243,6 +255,17 @@ class Engine:
     def expect(self, tokens: Sequence[int], *, steps: int = 0, namespace: Namespace | None = None) -> Expectation:
         """Announce that requests beginning with `tokens` come in about `steps` steps: that prefix is evicted last."""
         return Expectation(self._post, self._loop, tuple(tokens), namespace or Namespace(), steps)
+
+    def keep(self, tokens: Sequence[int], seconds: float, *, namespace: Namespace | None = None) -> None:
+        """Evict what is cached of a beginning late for so many seconds, as `Request.keep_s` does after a request."""
+        if not is_number(seconds, 0, MAX_KEEP_S):
+            raise InvalidRequestError(f"keep is {seconds!r}", param="keep", value=seconds, limit=MAX_KEEP_S)
+        command = Keep(tuple(tokens), namespace or Namespace(), self._loop.clock() + seconds)
+
+        def keep() -> None:
+            self._loop.scheduler.apply(command)
+
+        self._post(keep)
 
     def release_prefix(self, prefix: PrefixCache) -> None:
         """Let go of a pinned prefix; `PrefixCache.release` calls this."""

@@ -10,12 +10,11 @@ kept for a while: the result will come back.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shoal.engine.engine import Engine
-from shoal.engine.handles import Expectation, Handle, PrefixCache, pinned_by
+from shoal.engine.handles import Handle, PrefixCache, pinned_by
 from shoal.errors import ShoalError
 from shoal.server.openai.prompts import Chat, chat_tokens
 from shoal.server.openai.schemas import ChatMessage
@@ -26,19 +25,17 @@ if TYPE_CHECKING:
     from shoal.server.hub import Served
 
 TOOL_PAUSE_S = 300.0
-"""How long the KV of a chat that waits for the result of a tool is evicted last."""
-_MAX_PAUSED = 256  # chats; the one that has waited longest is let go
+"""How long the KV of a chat that waits for the result of a tool is evicted late."""
 
 
 class NextTurns:
-    """What is being prepared, and what is kept for tools. All of it belongs to the event loop."""
+    """What is being prepared. All of it belongs to the event loop."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
         self._running: set[Handle] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls = 0  # so far: a task that was begun before the last one gives up
-        self._paused: deque[Expectation] = deque()
 
     def make_way(self) -> None:
         """A call comes: what is being prepared is given up; what of it is computed stays cached."""
@@ -64,15 +61,9 @@ class NextTurns:
             if not tokens:
                 return
             if answer.tool_calls:
-                self._pause(engine.expect(tokens, namespace=namespace))
+                engine.keep(tokens, TOOL_PAUSE_S, namespace=namespace)
             if calls == self._calls and not served.leases:
                 await self._prefill(engine, tokens, namespace)
-
-    def _pause(self, expectation: Expectation) -> None:
-        while len(self._paused) >= _MAX_PAUSED:
-            self._paused.popleft().release()
-        self._paused.append(expectation)
-        asyncio.get_running_loop().call_later(TOOL_PAUSE_S, expectation.release)
 
     async def _prefill(self, engine: Engine, tokens: tuple[int, ...], namespace: Namespace) -> None:
         events: asyncio.Queue[Event] = asyncio.Queue()

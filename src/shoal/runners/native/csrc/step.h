@@ -18,7 +18,6 @@ inline bool is_dense(const Matrix& w) { return w.data && int(w.codes) >= 16; }
 enum Phase { kEmbed, kNorm, kQkv, kAttention, kMix, kRecur, kOut, kRoute, kGateUp, kDown, kHead, kPhases };
 constexpr int kRowsAtOnce = 8;  // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
 constexpr int kHeadWidth = 64;
-constexpr int kFewRows = 12;
 constexpr int kMostStrips = 8;        // of one unit: see strips_of
 constexpr int kChannelsAtOnce = 256;  // of a convolution, for one unit
 constexpr int kTokensAtOnce =
@@ -27,11 +26,7 @@ constexpr int kTokensAtOnce =
 // Quantised rows of one width, cut into tiles of at most max_rows, as even as can be. `dense`: the values themselves too.
 class Acts {
   public:
-    // Tiles of a run of rows. Matrix registers, which take more rows than vectors, are only worth it for enough of them.
-    static int tiles_of(int rows, int max_rows) {
-        const int most = rows > kFewRows ? max_rows : std::min(max_rows, kVectorRows);
-        return (rows + most - 1) / most;
-    }
+    static int tiles_of(int rows, int max_rows) { return (rows + max_rows - 1) / max_rows; }
     void shape(int rows, int k, int max_rows, bool dense);
     // Several runs of rows, none of whose tiles go over a run's end; the memory of `rows` rows stays.
     void shape_runs(const std::vector<int>& runs, int rows, int k, int max_rows, bool dense);

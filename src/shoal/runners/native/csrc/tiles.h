@@ -50,7 +50,7 @@ inline F each(const float* p) { return {_mm512_set1_ps(*p)}; }
 template <Codes kCodes, Scales kScales>
 inline void unpack(const Matrix& w, const uint8_t* data, int from, int count, Unpacked<kScales>& u) {
     constexpr bool kMin = has_min(kScales), kTable = kCodes == Codes::kTable;
-    constexpr int kGroups = groups_of_block(kScales), kBytes = block_bytes(kCodes, kScales), kShare = kBytes / kGroups;
+    constexpr int kGroups = groups_of_block(kScales), kBytes = block_bytes(kCodes, kScales);
     const __m512i offset = _mm512_set1_epi8(int8_t(kMin ? 0 : 1 << w.offset_log2));
     const I table = kTable ? I{_mm512_sub_epi8(load_table(w.table).v, offset)} : iset(0);
     const F unit = set(float_of(uint32_t(w.unit_log2 + 127) << 23));
@@ -58,8 +58,6 @@ inline void unpack(const Matrix& w, const uint8_t* data, int from, int count, Un
         const int g = from + i, within = g % kGroups;
         const uint8_t *block = data + size_t(g / kGroups) * kBytes,
                       *codes = block + scale_bytes(kScales) + within * group_bytes(kCodes);
-#pragma GCC unroll 32
-        for (int line = 0; line < kShare; line += 64) __builtin_prefetch(block + within * kShare + kAhead + line, 0, 2);
         for (int half = 0; half < 2; half++) {
 #pragma GCC unroll 8
             for (int step = 0; step < 8; step++) {
@@ -91,10 +89,11 @@ inline void add_part(const int32_t* c, const float* d, const float* m, const flo
     for (int r = 0; r < kRows; r++) acc[r] = fma(mv, each(t + r), acc[r]);
 }
 
-// `count` groups of one half for the rows r0 .. of a tile; sums[r] go on.
+// `count` groups of one half for the rows r0 .. of a tile; sums[r] go on. For each pair of registers, `share` bytes of the weights at
+// `ahead` are asked for: all at once, while codes are unpacked, they would wait for each other.
 template <int kRows, Scales kScales>
 void add_chunk(const Unpacked<kScales>& u, int half, const int8_t* a, int step, const RowScales& rows, int count,
-               float (*sums)[16]) {
+               float (*sums)[16], const uint8_t* ahead, int share) {
     constexpr int kParts = Unpacked<kScales>::kParts;
     alignas(64) int32_t c[2][2][kSub * 16];
     F acc[kRows];
@@ -121,6 +120,7 @@ void add_chunk(const Unpacked<kScales>& u, int half, const int8_t* a, int step, 
     make(0, c[0]);
     for (int i = 0, now = 0; i < count; i += kStep, now ^= 1) {
         if (i + kStep < count) make(i + kStep, c[now ^ 1]);
+        for (const uint8_t* end = ahead + share; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
         add(i, 0, c[now][0]);
         if (kParts == 2)
             add(i, 1, c[now][1]);
@@ -159,7 +159,10 @@ void tile_strip(const Matrix& w, const uint8_t* data, const Tile& x, float* out,
     Unpacked<kScales> u;
     RowScales rows;
     alignas(64) float sums[2][2][kSub][16];
-    const int subs = x.rows > kSub ? 2 : 1, each_rows = (x.rows + subs - 1) / subs, groups = w.k / kGroup;
+    constexpr int kChunkBytes = kChunk / groups_of_block(kScales) * block_bytes(kCodes, kScales),
+                  kPairs = kChunk / (Unpacked<kScales>::kParts == 1 ? 2 : 1);
+    const int subs = x.rows > kSub ? 2 : 1, share = (kChunkBytes / (subs * 2 * kPairs) + 63) / 64 * 64,
+              each_rows = (x.rows + subs - 1) / subs, groups = w.k / kGroup;
     for (auto& sub : sums)
         for (int half = 0; half < 2; half++)
             for (int r = 0; r < kSub; r++) store(sub[half][r], first[half]);
@@ -167,17 +170,18 @@ void tile_strip(const Matrix& w, const uint8_t* data, const Tile& x, float* out,
         const int count = groups - g < kChunk ? groups - g : kChunk;
         unpack<kCodes>(w, data, g, count, u);
         settle_stores();
+        const uint8_t* ahead = data + size_t(g / kChunk) * kChunkBytes + kAhead;
         for (int sub = 0; sub < subs; sub++) {
             const int r0 = sub ? x.rows - each_rows : 0, step = x.rows * kGroup;
             take_scales<kScales>(x, r0, each_rows, g, count, rows);
             const int8_t* a = x.a + size_t(g) * size_t(step) + r0 * kGroup;
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < 2; half++, ahead += kPairs * share) {
                 if (each_rows > 12)
-                    add_chunk<16>(u, half, a, step, rows, count, sums[sub][half]);
+                    add_chunk<16>(u, half, a, step, rows, count, sums[sub][half], ahead, share);
                 else if (each_rows > 8)
-                    add_chunk<12>(u, half, a, step, rows, count, sums[sub][half]);
+                    add_chunk<12>(u, half, a, step, rows, count, sums[sub][half], ahead, share);
                 else
-                    add_chunk<8>(u, half, a, step, rows, count, sums[sub][half]);
+                    add_chunk<8>(u, half, a, step, rows, count, sums[sub][half], ahead, share);
             }
         }
     }
