@@ -53,6 +53,8 @@ def test_what_was_evicted_comes_back_from_host_memory() -> None:
     assert tokens == alone(PROMPT)
     assert receipt.host_tokens >= 24
     assert receipt.cached_tokens == 48
+    computed_again = lab.loop.scheduler.kv.tree.recomputed
+    assert computed_again < len(PROMPT) - 48 + SIZE, "what comes back is no eviction storm"
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
