@@ -49,9 +49,8 @@ class Compiled:
         names = [p.name for p in self.kernel.params]
         arguments = dict(zip(names, given, strict=False)) | {n: options.pop(n) for n in names if n in options}
         constants = {p.name: _plain(arguments[p.name]) for p in self.kernel.params if p.is_constexpr}
-        constants |= {
-            n: 1 for n, value in arguments.items() if value == 1 and isinstance(value, int)
-        }  # as a launch does
+        # As a launch does: a size of 1 is a constant.
+        constants |= {n: 1 for n, v in arguments.items() if n not in constants and isinstance(v, int) and v == 1}
         signature = {n: "constexpr" if n in constants else self.type_of(arguments[n]) for n in names}
         key = f"{signature} {constants} {options}"
         if key in self.seen:
