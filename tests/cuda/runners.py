@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch", reason="the extra `cuda` is not installed")
 if not torch.cuda.is_available():
@@ -15,7 +17,7 @@ pytest.importorskip("triton", reason="the extra `cuda` is not installed")
 from shoal.models.decoder import Decoder  # noqa: E402
 from shoal.runners.cuda.backend import load_decoder  # noqa: E402
 from shoal.runners.cuda.runner import CUDARunner  # noqa: E402
-from shoal.runners.plan import ScheduledSequence, Want  # noqa: E402
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want  # noqa: E402
 from tests.cuda.interpreter import mend_dot  # noqa: E402
 from tests.cuda.tiny import tiny_decoder  # noqa: E402
 
@@ -47,6 +49,13 @@ def runner(*, eight: bool = False, **form: Any) -> tuple[Decoder, CUDARunner]:
     """A small decoder of this form (see `tiny_decoder`), and its runner."""
     decoder = tiny_decoder(**(SMALL | form))
     return decoder, load(decoder, eight=eight)
+
+
+def row(made: CUDARunner, *sequences: ScheduledSequence) -> NDArray[np.float32]:
+    """One step; the first row of its logits."""
+    logits = made.execute(StepPlan(1, sequences)).logits
+    assert logits is not None
+    return logits[0].copy()
 
 
 def seq(seq_id: int, tokens: tuple[int, ...], start: int, table: range, want: Want = Want.LOGITS) -> ScheduledSequence:

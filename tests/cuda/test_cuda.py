@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cuda.runners import runner, seq, torch  # isort: skip - first, it tells Triton where to run
+from tests.cuda.runners import row, runner, seq, torch  # isort: skip - first, it tells Triton where to run
 
 from shoal.errors import RunnerError
 from shoal.models import oracle
@@ -35,12 +35,12 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_prefill_agrees_with_the_oracle_and_with_itself_in_chunks_and_token_by_token(form: dict[str, Any]) -> None:
     decoder, made = runner(**form)
     prompt = prompts(1, [40], 70)[0]
-    whole = made.execute(StepPlan(1, (seq(1, prompt, 0, range(2)),))).logits[0]
+    whole = row(made, seq(1, prompt, 0, range(2)))
     exact = oracle.logits(decoder, prompt)
     assert oracle.mean_kl(exact[-1:], whole[None]) < 2e-3
     made.execute(StepPlan(2, (seq(2, prompt[:38], 0, range(2, 4), Want.NOTHING),)))
     for at in (38, 39):
-        decoded = made.execute(StepPlan(3, (seq(2, prompt[at : at + 1], at, range(2, 4)),))).logits[0]
+        decoded = row(made, seq(2, prompt[at : at + 1], at, range(2, 4)))
     assert np.array_equal(whole, decoded)
     made.close()
 
@@ -49,7 +49,7 @@ def test_prefill_agrees_with_the_oracle_and_with_itself_in_chunks_and_token_by_t
 def test_out_of_memory_is_an_error_by_name_and_what_comes_after_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     _, made = runner()
     prompt = prompts(1, [40], 70)[0]
-    whole = made.execute(StepPlan(1, (seq(1, prompt, 0, range(2)),))).logits[0].copy()
+    whole = row(made, seq(1, prompt, 0, range(2)))
     made.execute(StepPlan(2, (seq(2, prompt[:20], 0, range(2, 3), Want.NOTHING),)))
     with monkeypatch.context() as patched:
 
@@ -59,6 +59,6 @@ def test_out_of_memory_is_an_error_by_name_and_what_comes_after_it_is_right(monk
         patched.setattr(made._step, "run", fails)
         with pytest.raises(RunnerError, match="out of device memory"):
             made.execute(StepPlan(3, (seq(2, prompt[20:], 20, range(2, 4)),)))
-    again = made.execute(StepPlan(4, (seq(2, prompt[20:], 20, range(2, 4)),))).logits[0]
+    again = row(made, seq(2, prompt[20:], 20, range(2, 4)))
     assert np.array_equal(whole, again)
     made.close()

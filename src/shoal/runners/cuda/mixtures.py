@@ -79,7 +79,7 @@ def launch_mixture(
         shares = b.shares if m.gated else None
         product(normed, m.shared.gate_up, inner, k.GATED, rows, act=m.shared.activation, dependent=dependent)
         product(inner, m.shared.down, place, k.PARTS, rows, shares=shares, split=False, dependent=dependent)
-    return m.parts
+    return int(m.parts)
 
 
 def _experts(
