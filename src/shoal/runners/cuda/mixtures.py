@@ -79,7 +79,7 @@ def launch_mixture(
         shares = b.shares if m.gated else None
         product(normed, m.shared.gate_up, inner, k.GATED, rows, act=m.shared.activation, dependent=dependent)
         product(inner, m.shared.down, place, k.PARTS, rows, shares=shares, split=False, dependent=dependent)
-    return int(m.parts)
+    return m.parts
 
 
 def _experts(
@@ -109,4 +109,4 @@ def _experts(
 
 def tile_pairs(pairs: int, experts: int) -> int:
     """Pairs of one tile: what an expert has on average. It chooses who sums what, never in which order."""
-    return max(_LEAST_PAIRS, min(_MOST_PAIRS, triton.next_power_of_2(-(-pairs // experts))))
+    return max(_LEAST_PAIRS, min(_MOST_PAIRS, int(triton.next_power_of_2(-(-pairs // experts)))))
