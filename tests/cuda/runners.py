@@ -55,7 +55,8 @@ def row(made: CUDARunner, *sequences: ScheduledSequence) -> NDArray[np.float32]:
     """One step; the first row of its logits."""
     logits = made.execute(StepPlan(1, sequences)).logits
     assert logits is not None
-    return logits[0].copy()
+    first: NDArray[np.float32] = logits[0].copy()
+    return first
 
 
 def seq(seq_id: int, tokens: tuple[int, ...], start: int, table: range, want: Want = Want.LOGITS) -> ScheduledSequence:
