@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.cluster.router import Router
-from shoal.cluster.simulate import Machine, Simulation, policies
+from shoal.cluster.simulate import Machine, Simulation
 from shoal.cluster.traffic import AgentTurns, Prefixes, TenantCalls, Traffic, fresh
 from shoal.core.journal import Cleared, Stored
 from shoal.engine.feed import BlockBatch
@@ -147,7 +147,7 @@ def router_cost(seed: int, replicas: int = 256, calls: int = 4000) -> RouterCost
 
 
 def _rows(sizes: Sequence[int], machine: Machine, late_s: float, seed: int, calls: int) -> Iterator[PolicyRow]:
-    warm = Simulation(machine, 1, policies(machine)["random"], 0.0)
+    warm = Simulation(machine, 1, "random", 0.0)
     yield PolicyRow("tenants", 1, "warm", 0.0, warm.run(tenants_of(machine, 1, seed, calls=300, tenants=20)).summary())
     for replicas in sizes:
         for name, late in (
@@ -163,7 +163,7 @@ def _rows(sizes: Sequence[int], machine: Machine, late_s: float, seed: int, call
 
 
 def _row(kind: str, workload: Traffic, replicas: int, policy: str, late_s: float, machine: Machine) -> PolicyRow:
-    simulation = Simulation(machine, replicas, policies(machine)[policy], late_s)
+    simulation = Simulation(machine, replicas, policy, late_s)
     return PolicyRow(kind, replicas, policy, late_s, simulation.run(workload).summary())
 
 
