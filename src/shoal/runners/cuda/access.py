@@ -13,7 +13,7 @@ import triton
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
-from shoal.runners.plan import BlockId, ScheduledSequence
+from shoal.runners.plan import BlockId, ScheduledSequence, WindowId
 
 
 class DeviceBlocks:
@@ -56,7 +56,7 @@ class DeviceBlocks:
             part[:, :, target] = part[:, :, source]
         (self._full.add if source in self._full else self._full.discard)(target)
 
-    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+    def read_block(self, block: BlockId, out: NDArray[np.uint8], window: WindowId | None = None) -> None:  # noqa: ARG002
         """Copy one block to `out`. `RunnerError` when it is not full, or `out` is of another size."""
         self._check(block)
         if block not in self._full:
@@ -64,7 +64,7 @@ class DeviceBlocks:
         for part, data in self._shares(out):
             torch.from_numpy(data).copy_(part[:, :, block].reshape(-1).view(torch.uint8))
 
-    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+    def write_block(self, block: BlockId, data: NDArray[np.uint8], window: WindowId | None = None) -> None:  # noqa: ARG002
         """Put back what `read_block` gave."""
         self._check(block)
         for part, share in self._shares(data):
@@ -74,7 +74,7 @@ class DeviceBlocks:
             here.copy_(source)
         self._full.add(block)
 
-    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+    def discard_blocks(self, blocks: Sequence[BlockId], windows: Sequence[WindowId] = ()) -> None:  # noqa: ARG002
         """Forget what is in them. The device's memory stays with KV: it was taken as a whole."""
         self._full.difference_update(blocks)
 
