@@ -56,17 +56,17 @@ class DeviceBlocks:
             part[:, :, target] = part[:, :, source]
         (self._full.add if source in self._full else self._full.discard)(target)
 
-    def read_block(self, block: BlockId, out: NDArray[np.uint8], window: WindowId | None = None) -> None:  # noqa: ARG002
+    def read_block(self, block: BlockId, out: NDArray[np.uint8], window: WindowId | None = None) -> None:
         """Copy one block to `out`. `RunnerError` when it is not full, or `out` is of another size."""
-        self._check(block)
+        self._check(block, window)
         if block not in self._full:
             raise RunnerError(f"block {block} has slots that nothing was written to", value=block)
         for part, data in self._shares(out):
             torch.from_numpy(data).copy_(part[:, :, block].reshape(-1).view(torch.uint8))
 
-    def write_block(self, block: BlockId, data: NDArray[np.uint8], window: WindowId | None = None) -> None:  # noqa: ARG002
+    def write_block(self, block: BlockId, data: NDArray[np.uint8], window: WindowId | None = None) -> None:
         """Put back what `read_block` gave."""
-        self._check(block)
+        self._check(block, window)
         for part, share in self._shares(data):
             here = part[:, :, block]
             # A copy of our own: bytes of a file may be read only and at any address, torch wants neither.
@@ -74,8 +74,10 @@ class DeviceBlocks:
             here.copy_(source)
         self._full.add(block)
 
-    def discard_blocks(self, blocks: Sequence[BlockId], windows: Sequence[WindowId] = ()) -> None:  # noqa: ARG002
+    def discard_blocks(self, blocks: Sequence[BlockId], windows: Sequence[WindowId] = ()) -> None:
         """Forget what is in them. The device's memory stays with KV: it was taken as a whole."""
+        for window in windows:
+            raise RunnerError("all KV of this runner is in the blocks", value=window)
         self._full.difference_update(blocks)
 
     def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
@@ -87,7 +89,9 @@ class DeviceBlocks:
         message = f"this model has no recurrent state: {len(data)} bytes after {tokens} tokens are of another"
         raise RunnerError(message, value=checkpoint)
 
-    def _check(self, block: BlockId) -> None:
+    def _check(self, block: BlockId, window: WindowId | None = None) -> None:
+        if window is not None:
+            raise RunnerError(f"all KV of this runner is in the blocks, and block {block} has none apart", value=window)
         if not 0 <= block < self._blocks:
             raise RunnerError(f"block {block} is out of range", value=block, limit=self._blocks)
 
