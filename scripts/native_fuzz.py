@@ -61,7 +61,7 @@ def any_int(rng: random.Random, usual: int) -> int:
     return rng.choice([*[rng.randrange(-1, usual + 1)] * 12, -1, 0, usual, 2**31 - 1, 2**31, -(2**31), 2**63])
 
 
-def random_plan(rng: random.Random, blocks: int, vocab: int) -> Any:
+def random_plan(rng: random.Random, blocks: int, vocab: int, windows: int) -> Any:
     from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 
     def sequence(seq_id: int) -> ScheduledSequence:
@@ -73,11 +73,17 @@ def random_plan(rng: random.Random, blocks: int, vocab: int) -> Any:
         if rng.random() < 0.1:
             table += (any_int(rng, blocks),)
         top = rng.choice([1, 5, 40, any_int(rng, vocab)])
-        return ScheduledSequence(seq_id, tokens, start, table, rng.choice(list(Want)), 0, top)
+        first = rng.randrange(max(windows, 1))
+        seen = tuple((first + i) % windows for i in range(rng.choice([1, 2, 3, 4]))) if windows else ()
+        if rng.random() < 0.1:
+            seen += (any_int(rng, windows),)
+        return ScheduledSequence(seq_id, tokens, start, table, rng.choice(list(Want)), 0, top, windows=seen)
 
     copies = tuple((any_int(rng, blocks), any_int(rng, blocks)) for _ in range(rng.choice([0, 0, 0, 1, 2])))
     chain = rng.choice([1, 1, 1, 1, 2, 5, any_int(rng, 16)])
-    return StepPlan(0, tuple(sequence(i) for i in range(rng.choice([0, 1, 1, 2, 3, 8]))), copies, chain)
+    moved = tuple((any_int(rng, windows), any_int(rng, windows)) for _ in range(rng.choice([0, 0, 0, 1])))
+    sequences = tuple(sequence(i) for i in range(rng.choice([0, 1, 1, 2, 3, 8])))
+    return StepPlan(0, sequences, copies, chain, moved)
 
 
 def damage(rng: random.Random, data: bytes) -> bytes:
@@ -89,7 +95,7 @@ def damage(rng: random.Random, data: bytes) -> bytes:
 
 
 def fuzz(seconds: float, seed: int) -> Counter[str]:
-    from tests.support.native_tiny import open_tiny, write_blocks
+    from tests.support.native_tiny import open_tiny, windowed, write_blocks
 
     from shoal.errors import ShoalError
     from shoal.models.files import local_files
@@ -99,6 +105,9 @@ def fuzz(seconds: float, seed: int) -> Counter[str]:
     rng, outcomes, folder = random.Random(seed), Counter[str](), Path(tempfile.mkdtemp())
     sources = [write_blocks(folder / f"{kind}.gguf", kind, layers=1) for kind in KINDS]
     packed = [(packed_path(local_files("t", path), folder), open_tiny(path, kv=rng.choice(KV))) for path in sources]
+    sources.append(folder / "gemma3.gguf")
+    with_windows = windowed("gemma3", folder, blocks=6, windows=6, kv=rng.choice(KV))
+    packed.append((packed_path(local_files("t", sources[-1]), folder), with_windows))
     isas = load_core().isas()
     until = time.monotonic() + seconds
     round_ = 0
@@ -119,7 +128,8 @@ def fuzz(seconds: float, seed: int) -> Counter[str]:
             for _ in range(20):
                 runner = made or packed[which][1]
                 try:
-                    runner.execute(random_plan(rng, runner.spec.num_blocks, runner.spec.vocab_size))
+                    spec = runner.spec
+                    runner.execute(random_plan(rng, spec.num_blocks, spec.vocab_size, spec.num_windows))
                     outcomes["computed"] += 1
                 except ShoalError as error:
                     outcomes[type(error).__name__] += 1

@@ -19,12 +19,10 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from fastapi.testclient import TestClient
 
 import shoal.engine.engine
-from shoal.cluster.config import ClusterConfig
-from shoal.cluster.door import door_mounts, hub_of, load_replica, open_door
-from shoal.cluster.engine import ClusterEngine
+from shoal.cluster.door import door_mounts, hub_of, load_replica
+from shoal.cluster.equal import hold_answers
 from shoal.cluster.faults import run_fault
-from shoal.cluster.links import ReplicaLink
-from shoal.cluster.processes import ReplicaProcess
+from shoal.cluster.local import LocalCluster
 from shoal.engine.aio import AsyncEngine
 from shoal.errors import ReplicaLostError
 from shoal.server.app import create_app
@@ -34,47 +32,20 @@ from shoal.types import FinishReason, Request, Result, SamplingParams
 SETTINGS = {"max_batch": 4, "step_s": 0.01}
 
 
-class Cluster:
+class Cluster(LocalCluster):
     """A door and its replicas."""
 
     def __init__(self, count: int) -> None:
-        self.processes = {f"r{n}": ReplicaProcess(f"r{n}", "toy", SETTINGS) for n in range(count)}
-        self.config = ClusterConfig(model="toy", engine={"max_batch": 4}, silence_s=2.0)
-        spec = asyncio.run(self._card())
-        self.door: ClusterEngine = open_door(self.config, spec)
-        self.connect()
-
-    async def _card(self) -> Any:
-        link = ReplicaLink("r0", self.processes["r0"].url, None)
-        try:
-            return await link.card()
-        finally:
-            await link.close()
-
-    def connect(self) -> None:
-        self.door.connect({name: ReplicaLink(name, each.url, None) for name, each in self.processes.items()})
-        self.door.wait_until_well(len(self.processes), 30)
-
-    def restart(self, name: str) -> None:
-        """Another process in the place of one that is gone."""
-        self.processes[name].stop()
-        self.processes[name] = ReplicaProcess(name, "toy", SETTINGS, port=self.processes[name].port)
-        self.door.wait_until_well(len(self.processes), 30)
+        super().__init__("toy", count, SETTINGS, silence_s=2.0)
 
     def row(self, name: str) -> dict[str, Any]:
         return next(row for row in self.door.describe()["replicas"] if row["name"] == name)
 
-    def close(self) -> None:
-        self.door.close()
-        for process in self.processes.values():
-            process.stop()
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    made = Cluster(2)
-    yield made
-    made.close()
+    with Cluster(2) as made:
+        yield made
 
 
 def request(text: str, **fields: Any) -> Request:
@@ -96,17 +67,10 @@ def test_the_loop_has_all_that_an_engine_asks_of_one(cluster: Cluster) -> None:
 
 
 def test_outputs_are_those_of_one_engine_whoever_answers(cluster: Cluster) -> None:
-    requests = [
-        request(f"{'prompt ' * 9}{n}", temperature=0.9 * (n % 2), seed=n, logprobs=2 if n % 3 == 0 else None)
-        for n in range(12)
-    ]
     with load_replica("toy", {"max_batch": 4}) as alone:
-        expected = [alone.complete(each) for each in requests]
-    with ThreadPoolExecutor(12) as pool:
-        told: list[Result] = list(pool.map(cluster.door.complete, requests))
-    assert [r.tokens for r in told] == [r.tokens for r in expected]
-    assert [r.text for r in told] == [r.text for r in expected]
-    assert [r.logprobs for r in told] == [r.logprobs for r in expected]
+        told = hold_answers(cluster, alone, 16)
+    assert told.equal, told
+    assert told.answers == 3 * 16
     until(lambda: all(row["requests"] == row["queued_tokens"] == row["running_tokens"] == 0 for row in _rows(cluster)))
 
 

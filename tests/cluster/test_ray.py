@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from shoal.cluster.config import ClusterConfig
+from shoal.types import Request, SamplingParams
 
 ray: Any = pytest.importorskip("ray", reason="ray is not installed (extra `cluster`)")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
@@ -92,6 +94,34 @@ def test_one_prefix_goes_to_one_replica(http: httpx.Client) -> None:
     with ThreadPoolExecutor(4) as pool:
         warm = list(pool.map(call, range(4, 28)))
     assert min(warm) > 200
+
+
+def test_calls_by_a_handle_go_where_their_prefix_is(rayserve: Any, http: httpx.Client) -> None:
+    """Another program on the same Ray: Ray asks our router where each call goes."""
+    handle = rayserve.serve.get_deployment_handle("Replica", "shoal")
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+
+    def call(task: int, number: int) -> int:
+        tokens = [*random.Random(task).choices(range(250), k=240), number]
+        told = handle.complete.remote(Request(prompt_tokens=tokens, sampling=sampling)).result(timeout_s=60)
+        return int(told.cached_tokens)
+
+    def all_warm(first: int) -> bool:
+        """Six beginnings that nobody has, four calls each: by chance next to never."""
+        tasks = [first + 10 * n for n in range(6)]
+        cold = [call(task, 1) for task in tasks]
+        warm = [call(task, number) for number in (2, 3, 4) for task in tasks]
+        return max(cold) < 50 and min(warm) > 200
+
+    wait_for_two(http)
+    end = time.monotonic() + 60  # replicas tell Ray's router of themselves once a second: until then it is Ray's own
+    rounds = iter(range(0, 6000, 60))
+    while not all_warm(next(rounds)):
+        assert time.monotonic() < end
+    streamed = handle.options(stream=True).generate.remote(Request(prompt_tokens=[1, 2, 3], sampling=sampling))
+    events = list(streamed)
+    assert events[-1].result is not None
+    assert events[-1].result.error is None
 
 
 def test_a_replica_that_dies_is_replaced(http: httpx.Client) -> None:

@@ -124,6 +124,18 @@ def test_what_others_send_counts_when_it_is_told_twice() -> None:
     assert to.load("b")[0] == 21
 
 
+@pytest.mark.parametrize("count", [2, 3, 8, 40])
+def test_equals_take_turns(count: int) -> None:
+    to = router(*(f"r{n}" for n in range(count)))
+    chosen = [_end(to, route(to, [1000 * n, 1, 2])).replica for n in range(3 * count)]
+    assert {name: chosen.count(name) for name in to.replicas} == dict.fromkeys(to.replicas, 3)
+    common = list(range(8))  # a beginning that all hold makes nobody special
+    for name in to.replicas:
+        to.apply(name, batch(1, stored(common)))
+    chosen = [_end(to, route(to, [*common, 1000 * n, 1, 2])).replica for n in range(3 * count)]
+    assert {name: chosen.count(name) for name in to.replicas} == dict.fromkeys(to.replicas, 3)
+
+
 def test_the_unusable_and_the_excluded_get_nothing() -> None:
     to = router("a", "b")
     to.use("a", False)
@@ -179,7 +191,13 @@ def test_the_index_is_bounded_and_promises_end() -> None:
     index = HeldIndex(5)
     index.add(0, range(100))
     assert index.count(0) == len(index) == 5
-    index.promise(1, range(50, 60), until=3.0)
-    assert index.depths([50, 51]) == [(2, 2)]
+    index.promise(1, range(50, 60), 0, until=3.0)
+    assert index.depths(range(50, 60)) == [(8, 2)]  # every eighth is noted
+    assert index.depths([*range(50, 57), 70]) == []
+    index.add(2, range(50, 55))
+    index.promise(2, range(50, 70), 5, until=4.0)
+    assert sorted(index.depths(range(50, 70))) == [(8, 2), (16, 4)]
     index.expire(3.5)
-    assert index.depths([50, 51]) == []
+    assert index.depths(range(50, 70)) == [(16, 4)]
+    index.expire(4.5)
+    assert index.depths(range(50, 70)) == [(5, 4)]

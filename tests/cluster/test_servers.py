@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -123,6 +124,20 @@ def test_a_server_without_priorities_is_asked_again_without(golden: dict[str, An
     assert [("priority" in body) for body in server.bodies] == [True, False]
     assert events[-1].result is not None
     assert events[-1].result.error is None
+
+
+@pytest.mark.parametrize(("keep_s", "kept"), [(60.0, "in-memory"), (5000.0, "24h")])
+def test_a_graphs_hints_reach_a_server_of_ours_and_no_other(golden: dict[str, Any], keep_s: float, kept: str) -> None:
+    hinted = {"nvext": {"agent_hints": {"osl": 900}}, "prompt_cache_retention": kept}
+    wanted = dataclasses.replace(spec(), critical_path=900, keep_s=keep_s)
+    ours = {**golden, "models": {"data": [{**golden["models"]["data"][0], "owned_by": "shoal"}]}}
+    for shape, expected in ((golden, {}), (ours, hinted)):
+        server = Recorded(shape)
+        try:
+            asyncio.run(ask(server, wanted))
+        finally:
+            server.close()
+        assert {name: value for name, value in server.bodies[0].items() if name in hinted} == expected
 
 
 def test_what_a_server_cannot_be_asked_is_refused_by_name(recorded: Recorded) -> None:

@@ -58,7 +58,7 @@ class Watched:
         """The plan with LOGITS in place of ARGMAX, and the answer as it was asked for."""
         asked = [item for item in plan.sequences if item.want is not Want.NOTHING]
         wide = tuple(i._replace(want=Want.LOGITS if i.want is Want.ARGMAX else i.want) for i in plan.sequences)
-        output = self._runner.execute(StepPlan(plan.step, wide, plan.copies))
+        output = self._runner.execute(StepPlan(plan.step, wide, plan.copies, window_copies=plan.window_copies))
         for item in plan.sequences:
             written = self.tokens.setdefault(item.seq_id, [])
             del written[item.start :]
@@ -221,6 +221,11 @@ def one_schedule(
             loop.scheduler.apply(PreemptAll(drop_cached=rng.random() < 0.5))
         loop.step()
         check_integrity(loop.scheduler)
+        kept = loop.scheduler.kv.windows
+        if kept is not None and watched.access is not None:  # a pass that reads what is nobody's now fails
+            watched.access.discard_blocks((), kept.free)
+    if loop.scheduler.kv.windows is not None:
+        out.seen["window blocks lost"] += loop.scheduler.kv.windows.lost
     for i, log in events:
         result = log[-1].result
         assert result is not None
@@ -262,7 +267,7 @@ def run(
 
 
 def main() -> None:
-    from tests.support.native_tiny import tiny_native
+    from tests.support.native_tiny import tiny_native, windowed
     from tests.support.runners import real_codec, real_runner
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -275,10 +280,14 @@ def main() -> None:
     parser.add_argument(
         "--tiny", help="a model of tests/support/tiny_models.py on the native runner, in place of a real one"
     )
+    parser.add_argument("--windows", type=int, default=0, help="of a tiny model with a window: so few window blocks")
     options = parser.parse_args()
     runner: Runner
     codec: Codec | None = None
-    if options.tiny:
+    if options.tiny and options.windows:
+        folder = Path(tempfile.mkdtemp())
+        runner = windowed(options.tiny, folder, windows=options.windows, kv=options.kv_precision)
+    elif options.tiny:
         runner = tiny_native(options.tiny, Path(tempfile.mkdtemp()), kv=options.kv_precision)
     elif options.runner == "fake":
         runner, codec = FakeRunner(num_blocks=160), ByteTokenizer()

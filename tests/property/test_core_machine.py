@@ -37,10 +37,18 @@ BLOCK = 8
 
 
 @cache
-def alone(prompt: str, sampling: tuple[tuple[str, object], ...], splits: bool, states: int) -> tuple[int, ...]:
+def alone(
+    prompt: str, sampling: tuple[tuple[str, object], ...], splits: bool, states: int, window: int
+) -> tuple[int, ...]:
     """The tokens a request gets when nobody else is there and nothing is shared."""
     runner = FakeRunner(
-        num_blocks=256, block_size=BLOCK, context_length=512, splits_decode=splits, checkpoints=min(states, 1)
+        num_blocks=256,
+        block_size=BLOCK,
+        context_length=512,
+        splits_decode=splits,
+        checkpoints=min(states, 1),
+        window=window,
+        num_windows=256 if window else 0,
     )
     config = EngineConfig(max_batch=1, prefix_sharing=False, speculation=False)
     loop = StepLoop(runner, InputProcessor(runner.spec, ByteTokenizer(), 0), config)
@@ -74,6 +82,8 @@ class CoreMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 1, 4]),
         cached=st.sampled_from([None, 0, 5]),
         host=st.sampled_from([None, 5, 1000]),
+        window=st.sampled_from([0, 1, 8, 11, 20]),
+        windows=st.integers(0, 20),
     )
     def start(
         self,
@@ -86,8 +96,11 @@ class CoreMachine(RuleBasedStateMachine):
         chunk: int,
         cached: int | None,
         host: int | None,
+        window: int,
+        windows: int,
     ) -> None:
-        self.splits, self.states = splits, states
+        window = 0 if states else window
+        self.splits, self.states, self.window = splits, states, window
         self.runner = FakeRunner(
             num_blocks=blocks,
             block_size=BLOCK,
@@ -95,6 +108,8 @@ class CoreMachine(RuleBasedStateMachine):
             copies_blocks=copies,
             splits_decode=splits,
             checkpoints=states,
+            window=window,
+            num_windows=-(-window // BLOCK) + 3 + windows if window else 0,
         )
         self.runner.fault = self.fault
         config = EngineConfig(
@@ -176,7 +191,7 @@ class CoreMachine(RuleBasedStateMachine):
         name = self.submit(request)
         if name is not None:
             room = self.loop.inputs.spec.kv_capacity - len(prompt)
-            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits, self.states)[:room]
+            self.expected[name] = alone(prompt, tuple(fields.items()), self.splits, self.states, self.window)[:room]
 
     @rule(trunk=st.sampled_from(TRUNKS[1:]))
     @precondition(lambda self: len(self.pins) < 1)
@@ -262,6 +277,9 @@ class CoreMachine(RuleBasedStateMachine):
             ended = sum(e[-1].finished for e in self.events.values() if e)
             record = self.loop.step()
             check_integrity(self.loop.scheduler)
+            kept = self.loop.scheduler.kv.windows
+            if kept is not None:  # whoever reads what is nobody's now writes other tokens
+                self.runner.discard_blocks((), kept.free)
             after = sum(e[-1].finished for e in self.events.values() if e)
             assert record is not None or after > ended or not busy, "there was work and nothing was done"
 

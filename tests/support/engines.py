@@ -30,8 +30,17 @@ def spec(num_blocks: int = 32, **fields: Any) -> ModelSpec:
 class Driver:
     """A scheduler without a device: every row that wants a token gets the next of a running number."""
 
-    def __init__(self, num_blocks: int = 32, *, copies_blocks: bool = True, **settings: Any) -> None:
-        self.scheduler = Scheduler(spec(num_blocks, copies_blocks=copies_blocks), EngineConfig(**settings))
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        *,
+        copies_blocks: bool = True,
+        window: int = 0,
+        num_windows: int = 0,
+        **settings: Any,
+    ) -> None:
+        facts = {"copies_blocks": copies_blocks, "window": window, "num_windows": num_windows}
+        self.scheduler = Scheduler(spec(num_blocks, **facts), EngineConfig(**settings))
         self.now = 0.0
         self.next_token = 1000
         self.ended: list[Ended] = []

@@ -12,6 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from numpy.typing import NDArray
 
 from shoal.models.files import local_files
+from shoal.runners.native import runner as native_runner
 from shoal.runners.native.core import load_core
 from shoal.runners.native.runner import KvPrecision, NativeRunner
 from tests.support.tiny_models import write_model
@@ -117,13 +118,24 @@ def write_blocks(path: Path, kind: str, *, layers: int = 2, bad_token: int | Non
 
 
 def open_tiny(
-    path: Path, *, isa: str = "auto", threads: int = 2, kv: KvPrecision = "auto", kv_bytes: int = 4 << 20
+    path: Path,
+    *,
+    isa: str = "auto",
+    threads: int = 2,
+    kv: KvPrecision = "auto",
+    kv_bytes: int = 4 << 20,
+    window_blocks: bool = False,
 ) -> NativeRunner:
     """A runner of some hundred blocks over the file, its packed form beside it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_ISA", isa)
         return NativeRunner.load(
-            local_files("tiny", path), kv_bytes=kv_bytes, cache_dir=path.parent, threads=threads, kv_precision=kv
+            local_files("tiny", path),
+            kv_bytes=kv_bytes,
+            cache_dir=path.parent,
+            threads=threads,
+            kv_precision=kv,
+            window_blocks=window_blocks,
         )
 
 
@@ -134,6 +146,20 @@ def tiny_native(
     path = write_model(folder / f"{name}.gguf", name, kind)
     spec = open_tiny(path, kv=kv, kv_bytes=64 << 20).spec
     return open_tiny(path, threads=threads, kv=kv, kv_bytes=spec.block_bytes * blocks + spec.checkpoint_bytes * 16)
+
+
+def windowed(
+    name: str, folder: Path, *, blocks: int = 160, windows: int, kv: KvPrecision = "auto", kind: str = "Q8_0"
+) -> NativeRunner:
+    """A runner over a tiny model with a window: so many blocks, and so few window blocks that they run short."""
+    path = write_model(folder / f"{name}.gguf", name, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_runner, "_windows_in", lambda *_: windows)
+        spec = open_tiny(path, kv=kv, kv_bytes=64 << 20, window_blocks=True).spec
+        kv_bytes = spec.block_bytes * blocks + spec.window_bytes * windows
+        runner = open_tiny(path, threads=3, kv=kv, kv_bytes=kv_bytes, window_blocks=True)
+    assert (runner.spec.num_blocks, runner.spec.num_windows) == (blocks, windows), runner.spec
+    return runner
 
 
 def isas() -> list[str]:

@@ -237,7 +237,7 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
     core = load_core()
     facts, entries, start, pieces = pack.read_header(path)
     facts["kv_bits"] = 16
-    settings = {"blocks": 4, "checkpoints": 0, "threads": 1, "pin": False, "isa": "auto", "map": False}
+    settings = {"blocks": 4, "windows": 0, "checkpoints": 0, "threads": 1, "pin": False, "isa": "auto", "map": False}
     core.Core(facts, settings, str(path), start, entries, pieces)
     k = "layers.0.mixer.k.weight"
     outside = [e | {"offset": 1 << 40} if e["name"] == k else e for e in entries]
@@ -266,6 +266,7 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
         (layer(mixer=9), settings, entries, "unknown"),
         (layer(feed=2), settings, entries, "mixture"),
         (facts, settings | {"blocks": 0}, entries, "range"),
+        (facts, settings | {"windows": 1}, entries, "range"),
         (facts, settings | {"isa": "abacus"}, entries, "abacus"),
     ):
         with pytest.raises(core.FormatError, match=reason):

@@ -27,8 +27,10 @@ def attention(window: int | None = None, kv_layer: int | None = None) -> Any:
     ("layers", "token", "context", "states"),
     [
         ([attention()], 48, 48 * 100, 0),
-        ([attention(), attention(window=10)], 96, 96 * 100, 0),  # nothing is freed behind a window
-        ([attention(window=500), attention(kv_layer=0)], 48, 48 * 100, 0),
+        ([attention(), attention(window=10)], 96, 48 * 100 + 48 * 42, 0),
+        ([attention(window=10), attention(window=20, kv_layer=0)], 48, 48 * 52, 0),
+        ([attention(window=10), attention(kv_layer=0)], 48, 48 * 100, 0),
+        ([attention(window=500)], 48, 48 * 100, 0),
         ([None], 0, 0, 0),
         (
             [mixer(DeltaNet, value_heads=3, key_heads=2, key_dim=4, value_dim=5, kernel=4)],

@@ -11,7 +11,7 @@ from shoal.core.request import RequestSpec
 from shoal.core.sequence import Sequence as Tokens
 from shoal.engine.engine import Engine
 from shoal.runners.base import Runner
-from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want, WindowId, windows_in_turn
 from shoal.types import SamplingParams
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the steps that are timed
@@ -33,8 +33,14 @@ def _costs(runner: Runner, streams: int) -> dict[int, float]:
     each = -(-(_CONTEXT + 64) // size)
     tables = [tuple(range(i * each, (i + 1) * each)) for i in range(streams)]
     ids = [-1 - i for i in range(streams)]
-    for table, seq_id in zip(tables, ids, strict=True):
-        runner.execute(StepPlan(0, (ScheduledSequence(seq_id, (5,) * _CONTEXT, 0, table, Want.NOTHING),)))
+
+    def windows(i: int, start: int, tokens: int) -> tuple[WindowId, ...]:
+        return windows_in_turn(runner.spec, start, tokens, i, streams)
+
+    for i, (table, seq_id) in enumerate(zip(tables, ids, strict=True)):
+        seen = windows(i, 0, _CONTEXT)
+        context = ScheduledSequence(seq_id, (5,) * _CONTEXT, 0, table, Want.NOTHING, windows=seen)
+        runner.execute(StepPlan(0, (context,)))
     found = {}
     for rows in _ROWS:
         if rows < streams:
@@ -43,8 +49,8 @@ def _costs(runner: Runner, streams: int) -> dict[int, float]:
         plan = StepPlan(
             0,
             tuple(
-                ScheduledSequence(i, (5,) * n, _CONTEXT, t, Want.ARGMAX, n, rows=n)
-                for i, n, t in zip(ids, counts, tables, strict=True)
+                ScheduledSequence(s, (5,) * n, _CONTEXT, t, Want.ARGMAX, n, rows=n, windows=windows(i, _CONTEXT, n))
+                for i, (s, n, t) in enumerate(zip(ids, counts, tables, strict=True))
             ),
         )
         times = []

@@ -107,6 +107,23 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command("equal")
+def equal(
+    replicas: Annotated[int, typer.Option(help="How many replicas.", min=1)] = 2,
+    model: Annotated[str, typer.Option(help="What the replicas run.")] = "smollm2-135m",
+    requests: Annotated[int, typer.Option(help="Requests in all.", min=8)] = 32,
+) -> None:
+    """Hold the answers of a cluster started here against one engine's, bit for bit. Status 1 where one differs."""
+    require("fastapi", "server")
+    require("httpx", "remote")
+    from shoal.cluster.equal import compare_answers
+
+    told = compare_answers(model, replicas, requests)
+    print(told, flush=True)
+    if not told.equal:
+        raise typer.Exit(1)
+
+
 @app.command("simulate")
 def simulate(
     replicas: Annotated[
@@ -114,13 +131,14 @@ def simulate(
     ] = None,
     late: Annotated[float, typer.Option(help="How late events come in the runs with late events, seconds.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of arrivals.", min=0)] = 0,
+    calls: Annotated[int, typer.Option(help="Calls of tenants, per replica.", min=10)] = 200,
     out: Annotated[Path | None, typer.Option(help="Write all figures there, as JSON.")] = None,
 ) -> None:
     """Compare routers without a model: the real router and scheduler on a simulated clock. Status 1 below a bar."""
     from shoal.cluster import figures
 
     print("workload  replicas policy    late  calls/s   p50 s   p90 s   hits    us")
-    rows, bars = figures.simulate(replicas or [4, 16, 64, 256], late_s=late, seed=seed, tell=_print_row)
+    rows, bars = figures.simulate(replicas or [4, 16, 64, 256], late_s=late, seed=seed, calls=calls, tell=_print_row)
     for bar in bars:
         sign = "at most" if bar.most else "at least"
         print(f"{'ok ' if bar.met else 'LOW'} {bar.name}: {bar.value:.2f} ({sign} {bar.limit:g})")

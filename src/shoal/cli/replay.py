@@ -46,6 +46,8 @@ def _line(step: ReplayedStep, start: float) -> str:
         line += f"  x{plan.chain}"
     if plan.copies:
         line += f"  copies {', '.join(f'{source}->{destination}' for source, destination in plan.copies)}"
+    if plan.window_copies:
+        line += f"  of windows {', '.join(f'{source}->{destination}' for source, destination in plan.window_copies)}"
     if step.left:
         line += f"  ended {', '.join(f'{seq_id} ({reason})' for seq_id, reason in step.left)}"
     return line if step.same else f"{line}  DIFFERS"

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-from shoal.cluster.config import ClusterConfig
-from shoal.cluster.door import open_door
-from shoal.cluster.links import ReplicaLink
-from shoal.cluster.processes import ReplicaProcess
+from shoal.cluster.local import LocalCluster
 from shoal.cluster.simulate import Machine, Simulation, policies
 from shoal.cluster.traffic import TenantCalls
-from shoal.runners.plan import ModelSpec
 from shoal.types import Request, SamplingParams
 
 _WITHIN = 0.05
@@ -50,38 +43,20 @@ def calls_of(count: int, block_size: int) -> TenantCalls:
 
 def compare_tokens(model: str, replicas: int, calls: int) -> ComparedTokens:
     """Start real replicas, send the calls, and do the same in the simulation."""
-    settings: dict[str, Any] = {"max_batch": 4, "threads": 1}
-    processes = [ReplicaProcess(f"replica-{n}", model, settings) for n in range(replicas)]
-    try:
-        spec = asyncio.run(_card(processes[0].url))
-        real, prompt = _real(model, spec, processes, calls)
-    finally:
-        for process in processes:
-            process.stop()
+    with LocalCluster(model, replicas, {"max_batch": 4, "threads": 1}) as cluster:
+        spec = cluster.spec
+        real, prompt = _real(cluster, calls)
     machine = Machine(block_size=spec.block_size, kv_tokens=spec.kv_capacity, max_batch=4, max_step_tokens=512)
     simulated = Simulation(machine, replicas, policies(machine)["precise"], 0.0).run(calls_of(calls, spec.block_size))
     return ComparedTokens(replicas, prompt, real, simulated.computed)
 
 
-async def _card(url: str) -> ModelSpec:
-    link = ReplicaLink("first", url, None)
-    try:
-        return await link.card()
-    finally:
-        await link.close()
-
-
-def _real(model: str, spec: ModelSpec, processes: Sequence[ReplicaProcess], calls: int) -> tuple[int, int]:
-    with open_door(ClusterConfig(model=model, engine={"max_batch": 4}, silence_s=30.0), spec) as door:
-        door.connect({each.name: ReplicaLink(each.name, each.url, None) for each in processes})
-        door.wait_until_well(len(processes), 60.0)
-        sampling = SamplingParams(max_tokens=_OUTPUT, ignore_eos=True)
-        requests = [
-            Request(prompt_tokens=call.prompt, sampling=sampling)
-            for _, call in calls_of(calls, spec.block_size).arrivals()
-        ]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            results = list(pool.map(door.complete, requests))
+def _real(cluster: LocalCluster, calls: int) -> tuple[int, int]:
+    sampling = SamplingParams(max_tokens=_OUTPUT, ignore_eos=True)
+    arrivals = calls_of(calls, cluster.spec.block_size).arrivals()
+    requests = [Request(prompt_tokens=call.prompt, sampling=sampling) for _, call in arrivals]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        results = list(pool.map(cluster.door.complete, requests))
     for result in results:
         if result.error is not None:
             raise result.error

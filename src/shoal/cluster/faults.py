@@ -15,19 +15,16 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
-from shoal.cluster.config import ClusterConfig
-from shoal.cluster.door import load_replica, open_door
-from shoal.cluster.engine import ClusterEngine
+from shoal.cluster.door import load_replica
 from shoal.cluster.links import ReplicaLink
-from shoal.cluster.processes import ReplicaProcess
+from shoal.cluster.local import LocalCluster
 from shoal.engine.feed import BlockBatch
 from shoal.engine.handles import Handle
 from shoal.errors import EngineClosedError, ReplicaLostError, RunnerError
-from shoal.runners.plan import ModelSpec
 from shoal.types import Event, Request, Result, SamplingParams
 
 _WAVE = 12  # requests at a time
@@ -73,43 +70,17 @@ class LossyLink(ReplicaLink):
             yield batch
 
 
-class FaultBench:
-    """A door, its replicas, and what one engine alone would write. Usable in `with`."""
+class FaultBench(LocalCluster):
+    """A cluster to be harmed, and what one engine alone would write."""
 
     def __init__(
         self, model: str, replicas: int, settings: Mapping[str, Any], link: type[ReplicaLink] = ReplicaLink
     ) -> None:
-        self._model = model
-        self._settings = {**(_SETTINGS if model == "toy" else {"max_batch": 4}), **settings}
-        self._link = link
+        settings = {**(_SETTINGS if model == "toy" else {"max_batch": 4}), **settings}
+        super().__init__(model, replicas, settings, link=link, silence_s=_SILENCE_S, quiet=True)
         self.random = random.Random(7)
-        self.processes = [ReplicaProcess(f"r{n}", model, self._settings, quiet=True) for n in range(replicas)]
-        self._config = ClusterConfig(model=model, engine={"max_batch": 4}, silence_s=_SILENCE_S)
-        self._spec = asyncio.run(self._card())
-        self.door = self.open()
-        alone = {name: value for name, value in self._settings.items() if name not in ("step_s", "fail_every")}
+        alone = {name: value for name, value in settings.items() if name not in ("step_s", "fail_every")}
         self._alone = load_replica(model, alone)
-
-    async def _card(self) -> ModelSpec:
-        link = ReplicaLink("first", self.processes[0].url, None)
-        try:
-            return await link.card()
-        finally:
-            await link.close()
-
-    def open(self) -> ClusterEngine:
-        """Another door to the same replicas."""
-        door = open_door(self._config, self._spec)
-        door.connect({each.name: self._link(each.name, each.url, None) for each in self.processes})
-        door.wait_until_well(len(self.processes), _END_S)
-        return door
-
-    def restart(self, number: int) -> None:
-        """Another process in the place of one that is gone, and wait until the door knows it."""
-        gone = self.processes[number]
-        gone.stop()
-        self.processes[number] = ReplicaProcess(gone.name, self._model, self._settings, gone.port, quiet=True)
-        self.door.wait_until_well(len(self.processes), _END_S)
 
     def send(self, seen: dict[str, list[Event]]) -> list[Handle]:
         """A wave of requests; their events are collected in `seen` by the requests' prompts."""
@@ -165,41 +136,36 @@ class FaultBench:
         return all(stats["waiting"] == stats["running"] == 0 for stats in self._stats())
 
     def _stats(self) -> list[dict[str, Any]]:
-        return [httpx.get(f"{each.url}/stats", timeout=10).json()["engine"] for each in self.processes]
-
-    def __enter__(self) -> Self:
-        return self
+        return [httpx.get(f"{each.url}/stats", timeout=10).json()["engine"] for each in self.processes.values()]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.door.close()
         self._alone.close()
-        for process in self.processes:
-            process.stop()
+        super().__exit__(kind, error, trace)
 
 
 def _killed(bench: FaultBench) -> Callable[[], None]:
-    number = bench.random.randrange(len(bench.processes))
-    bench.processes[number].kill()
-    return lambda: bench.restart(number)
+    name = bench.random.choice(list(bench.processes))
+    bench.processes[name].kill()
+    return lambda: bench.restart(name)
 
 
 def _stopped(bench: FaultBench) -> Callable[[], None]:
-    victim = bench.random.choice(bench.processes)
+    victim = bench.random.choice(list(bench.processes.values()))
     victim.signal(signal.SIGSTOP)
     again = threading.Timer(4 * _SILENCE_S, lambda: victim.signal(signal.SIGCONT))
     again.start()
 
     def mend() -> None:
         again.join()
-        bench.door.wait_until_well(len(bench.processes), _END_S)
+        bench.wait()
 
     return mend
 
 
 def _slow(bench: FaultBench) -> Callable[[], None]:
-    victim = bench.random.choice(bench.processes)
+    victim = bench.random.choice(list(bench.processes.values()))
     for _ in range(4):
         victim.signal(signal.SIGSTOP)
         time.sleep(_SILENCE_S / 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 import tracemalloc
@@ -19,7 +20,7 @@ AFFINITY = 1.3  # times the throughput of a router that only remembers
 RANDOM = 2.0  # times that of none
 WARM = 2.0  # times the p90 of a single replica that holds all its prefixes
 ROUTE_US = 50.0  # processor time of one choice among 256 replicas
-_CALLS = {4: 200, 16: 120, 64: 50, 256: 24}  # per replica: large clusters settle sooner, and cost more to simulate
+CALLS = 200  # per replica: with fewer, one that falls behind has ended next to nothing when the last call comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,13 @@ class FigureBar:
         return self.value <= self.limit if self.most else self.value >= self.limit
 
 
-def tenants_of(machine: Machine, replicas: int, seed: int, calls: int | None = None, tenants: int = 150) -> TenantCalls:
-    """The tenants' calls for so many replicas, at `LOAD` of what they can do."""
+def tenants_of(machine: Machine, replicas: int, seed: int, calls: int = CALLS, tenants: int = 150) -> TenantCalls:
+    """The tenants' calls, so many for each replica, at `LOAD` of what they can do."""
     output = 100
     seconds = (1200 * machine.prompt_ms + output * (machine.step_ms / 8 + machine.row_ms)) / 1e3
-    count = replicas * _CALLS.get(replicas, 100) if calls is None else calls
     warm_rate = 0.5 * replicas / (7200 * machine.prompt_ms / 1e3)  # half of what replicas can do that hold nothing
     return TenantCalls(
-        count,
+        replicas * calls,
         LOAD * replicas / seconds,
         machine.block_size,
         tenants=tenants,
@@ -76,12 +76,13 @@ def simulate(
     machine: Machine | None = None,
     late_s: float = 5.0,
     seed: int = 0,
+    calls: int = CALLS,
     tell: Callable[[PolicyRow], None] = lambda row: None,  # noqa: ARG005
 ) -> tuple[list[PolicyRow], list[FigureBar]]:
-    """All settings, and the bars: `tell` hears of each row as it comes."""
+    """All settings, and the bars: `tell` hears of each row as it comes. `calls` are those of tenants, per replica."""
     machine = machine or Machine()
     rows: list[PolicyRow] = []
-    for row in _rows(sizes, machine, late_s, seed):
+    for row in _rows(sizes, machine, late_s, seed, calls):
         tell(row)
         rows.append(row)
     cost = router_cost(seed)
@@ -131,16 +132,21 @@ def router_cost(seed: int, replicas: int = 256, calls: int = 4000) -> RouterCost
     copies = (tracemalloc.get_traced_memory()[0] - before) / sum(7 * len(hashes) for hashes in shared)
     tracemalloc.stop()
     prompts = [prefixes.extend(choose.randrange(150), fresh(number, 1200))[1] for number in range(calls)]
-    begin = time.thread_time()
-    for number, hashes in enumerate(prompts):
-        route = router.route(hashes, 7200, number / 1000)
-        assert route is not None
-        router.started(route)
-        router.ended(route)
-    return RouterCost((time.thread_time() - begin) / calls * 1e6, alone, copies)
+    gc.collect()
+    gc.disable()  # a collection would look at all that the simulations before have left
+    try:
+        begin = time.thread_time()
+        for number, hashes in enumerate(prompts):
+            route = router.route(hashes, 7200, number / 1000)
+            assert route is not None
+            router.started(route)
+            router.ended(route)
+        return RouterCost((time.thread_time() - begin) / calls * 1e6, alone, copies)
+    finally:
+        gc.enable()
 
 
-def _rows(sizes: Sequence[int], machine: Machine, late_s: float, seed: int) -> Iterator[PolicyRow]:
+def _rows(sizes: Sequence[int], machine: Machine, late_s: float, seed: int, calls: int) -> Iterator[PolicyRow]:
     warm = Simulation(machine, 1, policies(machine)["random"], 0.0)
     yield PolicyRow("tenants", 1, "warm", 0.0, warm.run(tenants_of(machine, 1, seed, calls=300, tenants=20)).summary())
     for replicas in sizes:
@@ -151,7 +157,7 @@ def _rows(sizes: Sequence[int], machine: Machine, late_s: float, seed: int) -> I
             ("sessions", 0.0),
             ("random", 0.0),
         ):
-            yield _row("tenants", tenants_of(machine, replicas, seed), replicas, name, late, machine)
+            yield _row("tenants", tenants_of(machine, replicas, seed, calls), replicas, name, late, machine)
         for name in ("precise", "affinity", "random"):
             yield _row("agents", agents_of(machine, replicas, seed), replicas, name, 0.0, machine)
 

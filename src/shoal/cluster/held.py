@@ -1,7 +1,8 @@
 """Which replicas hold which blocks: a block's hash to a set of replicas, as the bits of a number.
 
 A replica holds a block only together with all blocks before it, so along a prompt these sets shrink, and where they
-change is found by halving.
+change is found by halving. What is looked at lies all over a large table that no cache holds: the fewer looks, the
+better.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Sequence
 
 from shoal.core.journal import BlockHash
 
+_STRIDE = 8  # of so many blocks of a prompt the last is noted in a promise
+
 
 class HeldIndex:
     """What replicas are known to hold, and what they were promised to be given.
 
     Replicas are slots, numbers from 0. A promise says that a request with these blocks is on its way to a slot; it
-    counts as held until it ends, for events come later than the next request. At most `limit` blocks are kept per slot:
+    counts as held until it ends, for events come later than the next request. It is noted for every eighth block of a
+    prompt, and those before are promised with it. At most `limit` blocks are kept per slot:
     of one that tells of more, those are ignored.
     """
 
@@ -61,19 +65,21 @@ class HeldIndex:
         self._count[slot] = count
 
     def clear(self, slot: int) -> None:
-        """A slot holds nothing; looks at every block of all slots."""
+        """A slot holds nothing; looks at every block of all slots, unless it held none."""
         bit = self._bit(slot)
-        for index in (self._held, self._promised):
+        for index in (self._held, self._promised) if self.count(slot) else (self._promised,):
             for value in [value for value, mask in index.items() if mask & bit]:
                 self._leave(index, value, index[value], bit)
         self._count.pop(slot, None)
 
-    def promise(self, slot: int, hashes: Sequence[BlockHash], until: float) -> None:
-        """These blocks will come to a slot; takes the place of events up to the time `until`."""
-        bit, promised = self._bit(slot), self._promised
-        for value in hashes:
-            promised[value] = promised.get(value, 0) | bit
-        self._ends.append((until, slot, hashes))
+    def promise(self, slot: int, hashes: Sequence[BlockHash], held: int, until: float) -> None:
+        """A prompt's blocks from number `held` on will come to a slot; in place of events up to the time `until`."""
+        noted = hashes[held // _STRIDE * _STRIDE + _STRIDE - 1 :: _STRIDE]
+        if noted:
+            bit, promised = self._bit(slot), self._promised
+            for value in noted:
+                promised[value] = promised.get(value, 0) | bit
+            self._ends.append((until, slot, noted))
 
     def expire(self, now: float) -> None:
         """Forget promises that end before `now`; they are made in the order of their ends."""
@@ -98,26 +104,42 @@ class HeldIndex:
             index[value] = self._bit(mask.bit_length() - 1)
 
     def depths(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
-        """How many of a prompt's blocks are held, and by whom: (blocks, bits of slots), the fewest first.
+        """How many of a prompt's blocks are held, and by whom: (blocks, bits of slots).
 
         A slot is in one entry at most, that of the longest beginning that it holds.
         """
-        held, promised = self._held, self._promised
-        end = len(hashes)
+        if not hashes:
+            return []
+        held = _ends(self._held, hashes, self._held.get(hashes[0], 0))
+        rest = -1  # who holds nothing: all but these
+        for _, slots in held:
+            rest &= ~slots
         found: list[tuple[int, int]] = []
-        first = held.get(hashes[0], 0) | promised.get(hashes[0], 0) if hashes else 0
-        stack = [(0, first, end, 0)]
-        while stack:
-            low, at_low, high, at_high = stack.pop()
-            if at_low == at_high:
-                continue
-            if high - low == 1:
-                found.append((high, at_low & ~at_high))
-                continue
-            middle = (low + high) // 2
-            value = hashes[middle]
-            # What is not held at `low` is not held behind it, whatever late events say.
-            at_middle = (held.get(value, 0) | promised.get(value, 0)) & at_low
-            stack.append((middle, at_middle, high, at_high & at_middle))
-            stack.append((low, at_low, middle, at_middle))
+        for depth, slots in [*held, (0, rest)]:
+            noted = depth // _STRIDE * _STRIDE + _STRIDE
+            more = self._promised.get(hashes[noted - 1], 0) & slots if noted <= len(hashes) else 0
+            if more:
+                beyond = _ends(self._promised, hashes[noted - 1 :: _STRIDE], more)
+                found += [(noted + _STRIDE * (further - 1), those) for further, those in beyond]
+            if depth and slots & ~more:
+                found.append((depth, slots & ~more))
         return found
+
+
+def _ends(index: dict[BlockHash, int], hashes: Sequence[BlockHash], first: int) -> list[tuple[int, int]]:
+    """How far blocks are held by the slots that hold the first one: (blocks, bits of slots), the fewest first."""
+    found: list[tuple[int, int]] = []
+    stack = [(1, first, len(hashes) + 1, 0)]  # a number of blocks, who holds them, a higher one, who holds those
+    while stack:
+        low, at_low, high, at_high = stack.pop()
+        if at_low == at_high:
+            continue
+        if high - low == 1:
+            found.append((low, at_low & ~at_high))
+            continue
+        middle = (low + high) // 2
+        # What is not held at `low` is not held behind it, whatever late events say.
+        at_middle = index.get(hashes[middle - 1], 0) & at_low
+        stack.append((middle, at_middle, high, at_high & at_middle))
+        stack.append((low, at_low, middle, at_middle))
+    return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -11,6 +14,7 @@ from typing import Any, Protocol
 import httpx
 
 from shoal.cluster.replica import CARD, RUN
+from shoal.cluster.router import Router
 from shoal.core.journal import Change, Cleared, Removed, Stored
 from shoal.core.request import RequestSpec
 from shoal.engine.feed import BlockBatch
@@ -20,6 +24,10 @@ from shoal.errors import BackendError, EngineClosedError, ReplicaLostError
 from shoal.runners.plan import ModelSpec
 from shoal.types import Event, Request
 from shoal.wire import from_json, to_json
+
+log = logging.getLogger("shoal.cluster")
+
+_AGAIN_S = 0.5  # before a stream of events that has ended is asked for anew
 
 
 class Link(Protocol):
@@ -42,6 +50,21 @@ class Link(Protocol):
     async def close(self) -> None:
         """Drop the connections."""
         ...
+
+
+async def follow(link: Link, router: Router) -> None:
+    """Keep a router informed of what a replica holds, for good. What cannot be read is logged, and asked for again."""
+    while True:
+        try:
+            async with aclosing(link.batches(router.seq(link.name))) as batches:
+                async for batch in batches:
+                    if not router.apply(link.name, batch, now=time.time()):
+                        break  # some are missing: they are asked for again
+        except ReplicaLostError as error:
+            log.debug("%s", error)
+        except (ValueError, KeyError, TypeError):
+            log.exception("%s tells of its blocks in another way", link.name)
+        await asyncio.sleep(_AGAIN_S)
 
 
 class _Http:
@@ -136,6 +159,8 @@ class ServerLink(_Http):
             timeout_s=spec.timeout_s,
             group=spec.group,
             namespace=spec.namespace,
+            critical_path=spec.critical_path,
+            keep_s=spec.keep_s,
         )
         try:
             async with aclosing(self._engine.generate(request)) as events:

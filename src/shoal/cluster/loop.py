@@ -17,11 +17,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.cluster.links import Link
+from shoal.cluster.links import Link, follow
 from shoal.cluster.router import Route, Router
 from shoal.core.commands import Command
 from shoal.core.journal import content_hashes
-from shoal.core.request import RequestSpec
 from shoal.core.sequence import Sequence, Status
 from shoal.engine.inflight import NOTHING, InFlight, Output, RequestState, Sink, sink_raised
 from shoal.engine.inputs import InputProcessor, PreparedRequest
@@ -33,7 +32,6 @@ from shoal.types import EngineStats, Event, FinishReason, Namespace, Result, Ste
 log = logging.getLogger("shoal.cluster")
 
 _PING_S = 1.0  # between two questions whether a replica lives
-_AGAIN_S = 0.5  # before a stream of events that has ended is asked for anew
 _ELSEWHERE = (ReplicaLostError, RunnerError, EngineClosedError, QueueFullError)  # of the replica, not of the request
 
 
@@ -81,6 +79,7 @@ class ClusterLoop(InFlight[RemoteState]):
         self.prefixes: dict[SeqId, tuple[tuple[int, ...], Namespace]] = {}
         self.steps = self.failures = 0
         self.rest_s = 0.0
+        self.sent: dict[str, int] = {}  # requests that a replica was given, by its name
         self.resent: dict[str, int] = {}  # requests sent away from a replica that had taken them, by its name
         self.lost = 0  # requests that ended since their replica was lost
         self._post = post
@@ -233,7 +232,9 @@ class ClusterLoop(InFlight[RemoteState]):
         error: ShoalError = EngineClosedError("no replica takes requests", hint="look at /cluster")
         while len(tried) < 2:
             now = self._aio.time()
-            route = self.router.route(hashes, len(state.seq.tokens), now, key=_session(spec), without=tried)
+            route = self.router.route(
+                hashes, len(state.seq.tokens), now, key=session_of(spec.namespace, spec.group), without=tried
+            )
             if route is None:
                 break
             if tried:
@@ -241,6 +242,7 @@ class ClusterLoop(InFlight[RemoteState]):
                 self.resent[first] = self.resent.get(first, 0) + 1
                 log.warning("request %r goes to %s after %s: %s", state.request_id, route.replica, first, error)
             tried.add(route.replica)
+            self.sent[route.replica] = self.sent.get(route.replica, 0) + 1
             state.replica, state.why = route.replica, None
             try:
                 await self._attempt(state, route)
@@ -325,7 +327,7 @@ class ClusterLoop(InFlight[RemoteState]):
 
     async def _watch(self, name: str) -> None:
         """Follow what a replica holds, and ask it from time to time whether it lives."""
-        following = self._aio.create_task(self._follow(name))
+        following = self._aio.create_task(follow(self._links[name], self.router))
         try:
             while True:
                 await asyncio.sleep(_PING_S)
@@ -353,20 +355,6 @@ class ClusterLoop(InFlight[RemoteState]):
                 state.why = error
                 state.task.cancel()
 
-    async def _follow(self, name: str) -> None:
-        while True:
-            after = self.router.seq(name)
-            try:
-                async with aclosing(self._links[name].batches(after)) as batches:
-                    async for batch in batches:
-                        if not self.router.apply(name, batch, now=time.time()):
-                            break  # some are missing: they are asked for again
-            except ReplicaLostError as error:
-                log.debug("%s", error)
-            except (ValueError, KeyError, TypeError):
-                log.exception("%s tells of its blocks in another way", name)
-            await asyncio.sleep(_AGAIN_S)
-
     def describe(self) -> dict[str, object]:
         """What there is, for people and for tests."""
         return {
@@ -381,6 +369,7 @@ class ClusterLoop(InFlight[RemoteState]):
             "name": name,
             "url": getattr(self._links[name], "url", None),
             "well": name in self._well,
+            "sent": self.sent.get(name, 0),
             "requests": sum(state.replica == name for state in self.states),
             "queued_tokens": queued,
             "running_tokens": running,
@@ -389,10 +378,9 @@ class ClusterLoop(InFlight[RemoteState]):
         }
 
 
-def _session(spec: RequestSpec) -> str:
+def session_of(namespace: Namespace, group: str) -> str:
     """What is best kept together: a `prompt_cache_key`, or the agents of one graph."""
-    space = spec.namespace
-    return f"{space.task}/{space.agent}" if space.task or space.agent else spec.group
+    return f"{namespace.task}/{namespace.agent}" if namespace.task or namespace.agent else group
 
 
 def _uncancel() -> None:

@@ -5,12 +5,11 @@ Pure and without a clock of its own, so that it runs under Ray, at a door and in
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from shoal.cluster.held import HeldIndex
 from shoal.core.journal import BlockHash, Cleared, Removed, Stored
@@ -64,21 +63,40 @@ class Router:
         self._names: list[str | None] = []
         self._seqs: dict[str, int] = {}
         self._keys: OrderedDict[str, str] = OrderedDict()
-        self._turn = 0
-        self._queued = self._running = self._others = self._excess = np.zeros(0)
-        self._usable = np.zeros(0, bool)
+        # By slot. Tokens of our requests whose first token has not come; contexts of those that write; what a replica
+        # has to do for others, and what it said of that last.
+        self._queued: list[float] = []
+        self._running: list[float] = []
+        self._others: list[float] = []
+        self._excess: list[float] = []
+        self._usable: list[bool] = []
+        # What a request costs a slot whatever its prompt, from these; infinite where none is sent. Beside it the number
+        # of the last request that was sent there. `_order` is a heap of both, with entries that hold no more.
+        self._base: list[float] = []
+        self._last: list[int] = []
+        self._order: list[tuple[float, int, int]] = []
+        self._sent = 0
         self._grow(8)
 
     def _grow(self, size: int) -> None:
         more = size - len(self._names)
         self._names += [None] * more
-        # Tokens of our requests whose first token has not come; contexts of those that write; what a replica has to do
-        # for others, and what it said of that last.
-        self._queued, self._running, self._others, self._excess = (
-            np.concatenate([loads, np.zeros(more)])
-            for loads in (self._queued, self._running, self._others, self._excess)
-        )
-        self._usable = np.concatenate([self._usable, np.zeros(more, bool)])
+        for loads in (self._queued, self._running, self._others, self._excess):
+            loads += [0.0] * more
+        self._usable += [False] * more
+        self._base += [math.inf] * more
+        self._last += [0] * more
+        for slot in range(size - more, size):
+            self._weigh(slot)
+
+    def _weigh(self, slot: int) -> None:
+        """Something of a slot has changed."""
+        load = self._queued[slot] + self._others[slot] + self.config.running * self._running[slot]
+        self._base[slot] = load if self._usable[slot] else math.inf
+        heapq.heappush(self._order, (self._base[slot], self._last[slot], slot))
+        if len(self._order) > 8 * len(self._names):
+            self._order = list(zip(self._base, self._last, range(len(self._names)), strict=True))
+            heapq.heapify(self._order)
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
@@ -92,6 +110,7 @@ class Router:
         self._names[slot] = replica
         self._slots[replica] = slot
         self._usable[slot] = True
+        self._weigh(slot)
 
     def remove(self, replica: str) -> None:
         """A replica is gone, and all it held."""
@@ -102,14 +121,16 @@ class Router:
         self._names[slot] = None
         self._seqs.pop(replica, None)
         for loads in (self._queued, self._running, self._others, self._excess):
-            loads[slot] = 0
+            loads[slot] = 0.0
         self._usable[slot] = False
+        self._weigh(slot)
 
     def use(self, replica: str, usable: bool) -> None:
         """Send a replica no requests for a while, or again; what it holds stays known."""
         slot = self._slots.get(replica)
         if slot is not None:
             self._usable[slot] = usable
+            self._weigh(slot)
 
     @property
     def replicas(self) -> list[str]:
@@ -144,9 +165,10 @@ class Router:
                 self.index.clear(slot)
         if now is not None and now - batch.time_s < _FRESH_S:
             # What it has to do beyond what we sent: only when it says so twice, for our own may be on their way.
-            excess = max(batch.queued_tokens - float(self._queued[slot]), 0.0)
-            self._others[slot] = min(excess, float(self._excess[slot]))
+            excess = max(batch.queued_tokens - self._queued[slot], 0.0)
+            self._others[slot] = min(excess, self._excess[slot])
             self._excess[slot] = excess
+            self._weigh(slot)
         return True
 
     def seq(self, replica: str) -> int | None:
@@ -163,34 +185,58 @@ class Router:
         `key` names a session, that is best kept together; `without` are replicas that are not to be asked.
         """
         self.index.expire(now)
-        weigh, size = self.config, self.block_size
-        held = np.zeros(len(self._names))
-        most = 0
-        for blocks, slots in self.index.depths(hashes):
-            most = min(blocks * size, tokens - 1)
-            held[_bits(slots, len(held))] = most
-        cost = weigh.recompute * (tokens - held) + self._queued + self._others + weigh.running * self._running
-        if key:
-            slot = self._slots.get(self._keys.get(key, ""))
-            if slot is not None:
-                cost[slot] -= weigh.recompute * size
-        cost[~self._usable] = np.inf
-        for name in without:
-            if name in self._slots:
-                cost[self._slots[name]] = np.inf
-        slot = self._least(cost)
-        if slot is None:
-            return None
-        return self._send(slot, hashes, tokens, int(held[slot]), most, now, key)
+        refused = {self._slots[name] for name in without if name in self._slots}
+        for slot in refused:
+            self._base[slot] = math.inf
+        slot, held, most = self._cheapest(hashes, tokens, self._slots.get(self._keys.get(key, "")) if key else None)
+        takes = self._base[slot] < math.inf
+        for each in refused:
+            self._weigh(each)
+        return self._send(slot, hashes, tokens, held, most, now, key) if takes else None
 
-    def _least(self, cost: NDArray[np.float64]) -> int | None:
-        """The cheapest slot; among equals each in its turn."""
-        self._turn = (self._turn + 1) % len(cost)
-        turn = self._turn
-        after = int(cost[turn:].argmin()) + turn
-        before = int(cost[:turn].argmin()) if turn else after
-        slot = before if cost[before] < cost[after] else after
-        return slot if cost[slot] < np.inf else None
+    def _cheapest(self, hashes: Sequence[BlockHash], tokens: int, kept: int | None) -> tuple[int, int, int]:
+        """The slot that a prompt costs least, how many of its tokens that one holds, and the most that any holds.
+
+        `kept` is the slot of its session. Of those that hold equally much only the least busy counts: one slot of each
+        such set is looked at, and one of all.
+        """
+        worth, size, base = self.config.recompute, self.block_size, self._base
+        slot = idle = self._least_busy()
+        held, most, kept_held = 0, 0, 0
+        least = base[slot]
+        for blocks, slots in self.index.depths(hashes):
+            depth = min(blocks * size, tokens - 1)
+            most = max(most, depth)
+            at = idle if slots >> idle & 1 else self._least_of(slots)
+            cost = base[at] - worth * depth
+            if cost <= least:
+                slot, held, least = at, depth, cost
+            if kept is not None and slots >> kept & 1:
+                kept_held = depth
+        if kept is not None and base[kept] - worth * (kept_held + size) <= least:
+            slot, held = kept, kept_held
+        return slot, held, most
+
+    def _least_busy(self) -> int:
+        """The least busy of all slots; among equals the one that waits for a request longest."""
+        order = self._order
+        while True:
+            base, last, slot = order[0]
+            if base == self._base[slot] and last == self._last[slot]:
+                return slot
+            heapq.heappop(order)
+
+    def _least_of(self, slots: int) -> int:
+        """The same of a set of slots, as bits."""
+        found, least = -1, (math.inf, 0)
+        while slots:
+            bit = slots & -slots
+            slots ^= bit
+            at = bit.bit_length() - 1
+            cost = self._base[at], self._last[at]
+            if cost < least or found < 0:
+                found, least = at, cost
+        return found
 
     def _send(
         self, slot: int, hashes: Sequence[BlockHash], tokens: int, held: int, most: int, now: float, key: str
@@ -200,7 +246,10 @@ class Router:
         self.escapes += held < most
         route = Route(name, slot, held, tokens - held)
         self._queued[slot] += route.new
-        self.index.promise(slot, hashes[held // self.block_size :], now + self.config.promise_s)
+        self._sent += 1
+        self._last[slot] = self._sent
+        self._weigh(slot)
+        self.index.promise(slot, hashes, held // self.block_size, now + self.config.promise_s)
         if key:
             self._keys[key] = name
             self._keys.move_to_end(key)
@@ -214,6 +263,7 @@ class Router:
             self._queued[route.slot] -= route.new
             route.running = route.held + route.new
             self._running[route.slot] += route.running
+            self._weigh(route.slot)
 
     def ended(self, route: Route) -> None:
         """A request has ended, however. Twice does no harm."""
@@ -222,6 +272,7 @@ class Router:
                 self._running[route.slot] -= route.running
             else:
                 self._queued[route.slot] -= route.new
+            self._weigh(route.slot)
         route.open = False
 
     def _is_there(self, route: Route) -> bool:
@@ -231,8 +282,3 @@ class Router:
         """Tokens queued at a replica and running there, as far as is known here."""
         slot = self._slots[replica]
         return int(self._queued[slot] + self._others[slot]), int(self._running[slot])
-
-
-def _bits(mask: int, size: int) -> NDArray[np.bool_]:
-    raw = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(raw, count=size, bitorder="little").astype(bool)

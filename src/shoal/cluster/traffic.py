@@ -107,9 +107,10 @@ class AgentTurns(Traffic):
         self.turns = turns
         self.result = result
         self.output = output
-        self.pause_s = pause_s
         self.block_size = block_size
         self._random = random.Random(seed)
+        # Drawn ahead, so that a turn's pause is the same whatever order turns end in: policies see the same agents.
+        self._pauses = [self._random.expovariate(1 / pause_s) for _ in range(agents * turns)]
         self.prefixes = Prefixes(tenants, prefix, block_size)
 
     def arrivals(self) -> Iterator[tuple[float, Arrival]]:
@@ -128,8 +129,9 @@ class AgentTurns(Traffic):
             return None
         prompt = (*tokens, *fresh(call.number + 1, self.result))
         hashes = content_hashes(prompt, Namespace(), self.block_size, call.hashes)
-        pause_s = self._random.expovariate(1 / self.pause_s)
-        return pause_s, Arrival(call.number + 1, prompt, self.output, hashes, call.session, call.turn + 1)
+        return self._pauses[call.number], Arrival(
+            call.number + 1, prompt, self.output, hashes, call.session, call.turn + 1
+        )
 
 
 class Prefixes:

@@ -22,6 +22,8 @@ def check_integrity(scheduler: Scheduler) -> None:
             refs[block] += 1
         if seq.copy_source is not None:
             refs[seq.copy_source] += 1
+    if scheduler.kv.windows is not None:
+        scheduler.kv.windows.check_integrity(scheduler.running)
     for block in range(pool.total):
         assert pool.refs(block) == refs[block], f"block {block}: {pool.refs(block)} references, {refs[block]} holders"
     waiting = list(scheduler.queue)

@@ -232,24 +232,30 @@ class Drafter:
             return False
         rows = []
         for seq in decoding:
-            room = (len(seq.blocks) + spare) * kv.block_size - len(seq.tokens)
+            room = (seq.ready + spare) * kv.block_size - len(seq.tokens)
             rows.append((seq, min(self._max_rows - 1, seq.remaining - 1, room)))
         found = False
         for place, count in enumerate(self.choose(rows, most, pacer.most_ms, times)):
             seq, draft = decoding[place], decoding[place].draft
             if count == 0 or draft is None:
                 continue
-            have = len(seq.blocks)
+            have = seq.ready
             if kv.blocks_for(len(seq.tokens) + count) - have > spare:  # others drafted into what was spare
                 count = have * kv.block_size - len(seq.tokens)
             if count <= 0 or not kv.grow(seq, len(seq.tokens) + count):
                 continue
-            spare -= len(seq.blocks) - have
+            spare -= seq.ready - have
             item = planned[place]
             tokens = (*item.tokens, *draft.source.tokens[draft.at : draft.at + count])
             want, top = (Want.LOGITS, 0) if item.want is Want.TOP else (item.want, item.top)
             planned[place] = item._replace(
-                tokens=tokens, block_table=seq.table, want=want, top=top, generated=len(tokens), rows=len(tokens)
+                tokens=tokens,
+                block_table=seq.table,
+                want=want,
+                top=top,
+                generated=len(tokens),
+                rows=len(tokens),
+                windows=seq.window_table,
             )
             found = True
         return found

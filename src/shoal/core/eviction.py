@@ -44,6 +44,10 @@ class Eviction:
             if not steps:
                 del self._announced[value]
 
+    def is_announced(self, node: TreeNode) -> bool:
+        """True while pending work will need this node."""
+        return node.path_hash in self._announced
+
     def offer(self, node: TreeNode) -> None:
         """A node may have become evictable."""
         if node.queued or not self._evictable(node):

@@ -10,12 +10,14 @@ from shoal.core.checkpoints import Checkpoints
 from shoal.core.nodes import Match
 from shoal.core.prefix_tree import PrefixTree
 from shoal.core.sequence import Sequence
-from shoal.runners.plan import BlockId, ModelSpec
+from shoal.core.windows import WindowBlocks
+from shoal.runners.plan import BlockId, ModelSpec, SeqId, WindowId
 
 
 class Restored(NamedTuple):
     """Blocks that are in the tree and must be written before they are read; a checkpoint too, after that many tokens.
 
+    `windows` are their window blocks, None where one gets none: for all of them where the model has no window.
     `skipped` of the blocks that were offered, at the front, had come back otherwise meanwhile.
     """
 
@@ -23,6 +25,7 @@ class Restored(NamedTuple):
     skipped: int = 0
     checkpoint: int | None = None
     tokens: int = 0
+    windows: tuple[WindowId | None, ...] = ()
 
 
 class KVCacheManager:
@@ -33,13 +36,14 @@ class KVCacheManager:
     """
 
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+        self._spec = spec
         self.block_size = spec.block_size
         self.sharing = config.prefix_sharing
         self.splits_decode = spec.splits_decode
         self.pool = BlockPool(spec.num_blocks)
         self.checkpoints = Checkpoints(spec.num_checkpoints) if spec.recurrent else None
         prefix_bytes = config.bytes_of("prefix_memory")
-        self._max_cached = None if prefix_bytes is None else prefix_bytes // spec.block_bytes
+        self._max_cached = None if prefix_bytes is None else _blocks_in(prefix_bytes, spec)
         self.tree = PrefixTree(
             self.pool,
             spec.block_size,
@@ -47,6 +51,7 @@ class KVCacheManager:
             max_cached=self._max_cached,
             checkpoints=self.checkpoints,
         )
+        self.windows = WindowBlocks(spec, self.tree) if spec.window else None
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold KV of that many tokens."""
@@ -56,6 +61,22 @@ class KVCacheManager:
     def available(self) -> int:
         """Blocks that are free or can be made so by eviction."""
         return self.pool.num_free + self.pool.num_cached
+
+    @property
+    def growth(self) -> int:
+        """Blocks by which sequences could grow: each takes a window block too, where the model has a window."""
+        return self.available if self.windows is None else min(self.available, self.windows.available)
+
+    def has_room(self, tokens: int) -> bool:
+        """True when a sequence of that many tokens could find blocks and window blocks."""
+        blocks = self.blocks_for(tokens)
+        if blocks > self.available:
+            return False
+        return self.windows is None or min(blocks, self.windows.most) <= self.windows.available
+
+    def room(self, seq: Sequence, chunk: int) -> int:
+        """So many of the next `chunk` tokens could be fed: there may be no window blocks for all."""
+        return chunk if self.windows is None else min(chunk, self.windows.room(seq) - seq.computed)
 
     def tree_tokens(self, seq: Sequence) -> list[int]:
         """The sequence's tokens as the tree knows them.
@@ -86,11 +107,11 @@ class KVCacheManager:
         """
         size, tokens, namespace = self.block_size, self.tree_tokens(seq), seq.spec.namespace
         path = [node.block for node in self.tree.path(tokens, namespace, limit=(first + count) * size)]
-        skipped = len(path) - first
-        if skipped < 0 or self.tree.is_stale(namespace):
+        if len(path) < first or self.tree.is_stale(namespace):
             return Restored()
         self.pool.hold(path)  # what is continued must not make room for it
-        wanted = min(count - skipped, self.available - spare)
+        missing = first + count - len(path)
+        wanted = min(missing, self.available - spare)
         if self.tree.max_cached is not None:  # more would be evicted again before anybody joins
             wanted = min(wanted, self.tree.max_cached - len(path))
         self.tree.evict(wanted - self.pool.num_free)
@@ -98,12 +119,16 @@ class KVCacheManager:
         whole = [*path, *blocks]
         self.tree.insert(tokens[: len(whole) * size], whole, namespace)
         checkpoint = None
-        if state and self.checkpoints is not None and whole and len(blocks) == count - skipped:
+        if state and self.checkpoints is not None and whole and len(blocks) == missing:
             checkpoint = self.checkpoints.reserve(self.pool)
             if checkpoint is not None:
                 self.tree.keep_state(whole[-1], size, checkpoint)
+        begin = len(path)
+        windows: tuple[WindowId | None, ...] = (None,) * len(blocks)
+        if self.windows is not None:
+            begin, windows = self.windows.restore(whole, first, len(path))
         self.tree.release(whole)
-        return Restored(tuple(blocks), skipped, checkpoint, len(whole) * size)
+        return Restored(tuple(whole[begin:]), begin - first, checkpoint, len(whole) * size, windows)
 
     # -- sequences that run -------------------------------------------------------------------------------------
 
@@ -125,9 +150,13 @@ class KVCacheManager:
             return None
         self.pool.hold(match.held)
         needed = self.blocks_for(len(seq.tokens)) - len(match.blocks)
+        if self.windows is not None:
+            self.windows.join(seq, match)
         self.tree.evict(needed - self.pool.num_free)
         seq.blocks = [*match.blocks, *(self.pool.take() for _ in range(needed))]
         seq.blocks_changed()
+        if self.windows is None:
+            seq.ready = len(seq.blocks)
         seq.indexed = seq.shared_blocks = len(match.blocks)
         seq.copy_source = match.tail
         seq.computed = match.tokens
@@ -139,7 +168,9 @@ class KVCacheManager:
         """True when a joining sequence that takes up `match` leaves `spare` blocks available."""
         needed = self.blocks_for(len(seq.tokens)) - len(match.blocks)
         cached = sum(self.pool.refs(block) == 0 for block in match.held)  # they would be available no longer
-        return needed + spare <= self.available - cached
+        if needed + spare > self.available - cached:
+            return False
+        return self.windows is None or self.windows.fits(match, self.blocks_for(len(seq.tokens)), spare)
 
     def _marks(self, seq: Sequence, match: Match) -> list[int]:
         """Where to keep recurrent state of a joining sequence, as numbers of tokens in order.
@@ -187,24 +218,41 @@ class KVCacheManager:
         if seq.scoring:
             return "scored"
         if match.known > match.tokens:
-            return "checkpoint"
+            return "checkpoint" if self.windows is None else "evicted"
         return self.tree.miss_reason(seq.hashes, seq.spec.namespace, match.tokens)
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
         """Give the sequence blocks for its first `tokens` positions, evicting what is only cached; False if too few."""
-        needed = self.blocks_for(tokens) - len(seq.blocks)
-        if needed <= 0:
-            return True
-        self.tree.evict(needed - self.pool.num_free)
-        if needed > self.pool.num_free:
-            return False
-        seq.blocks.extend(self.pool.take() for _ in range(needed))
-        seq.blocks_changed()
+        blocks = self.blocks_for(tokens)
+        needed = blocks - len(seq.blocks)
+        if needed > 0:
+            self.tree.evict(needed - self.pool.num_free)
+            if needed > self.pool.num_free:
+                return False
+            seq.blocks.extend(self.pool.take() for _ in range(needed))
+            seq.blocks_changed()
+        if self.windows is not None:
+            return self.windows.cover(seq, blocks)
+        seq.ready = len(seq.blocks)
         return True
+
+    def copies(
+        self, joined: list[Sequence]
+    ) -> tuple[tuple[tuple[BlockId, BlockId], ...], tuple[tuple[WindowId, WindowId], ...]]:
+        """What sequences that have just joined take by copy: (source, destination) blocks, and window blocks."""
+        blocks = [(seq.copy_source, seq.blocks[seq.shared_blocks]) for seq in joined if seq.copy_source is not None]
+        return tuple(blocks), self.windows.copies(blocks) if self.windows is not None else ()
+
+    def advance(self, seq: Sequence) -> None:
+        """A sequence has computed more, and the tree knows its full blocks: let go what it sees no longer."""
+        if self.windows is not None:
+            self.windows.advance(seq)
 
     def copied(self, seq: Sequence) -> None:
         """The step that copied the shared part of a block is done: let the source go."""
         if seq.copy_source is not None:
+            if self.windows is not None:
+                self.windows.unneed(seq.copy_source)
             self.tree.release([seq.copy_source])
             seq.copy_source = None
 
@@ -227,9 +275,24 @@ class KVCacheManager:
 
     def _swap(self, seq: Sequence, i: int, block: BlockId) -> None:
         self.pool.hold([block])
-        self.tree.release([seq.blocks[i]])
-        seq.blocks[i] = block
+        old, seq.blocks[i] = seq.blocks[i], block
         seq.blocks_changed()
+        if self.windows is not None:
+            self.windows.swap(seq, i, old)
+        self.tree.release([old])
+
+    def pin(self, seq: Sequence) -> list[BlockId]:
+        """Hold what a sequence has beyond its end; returns its blocks."""
+        self.pool.hold(seq.blocks)
+        if self.windows is not None:
+            self.windows.pin(seq)
+        return list(seq.blocks)
+
+    def unpin(self, seq_id: SeqId, blocks: list[BlockId]) -> None:
+        """Let that go."""
+        if self.windows is not None:
+            self.windows.unpin(seq_id)
+        self.tree.release(blocks)
 
     def give_back(self, seq: Sequence) -> None:
         """The sequence leaves the batch: its blocks stay cached in the tree as far as that has room."""
@@ -238,10 +301,12 @@ class KVCacheManager:
         if seq.saving is not None and self.checkpoints is not None:
             self.checkpoints.cancel(seq.saving)
         seq.saving = seq.load = None
+        if self.windows is not None:
+            self.windows.leave(seq)
         self.tree.release(seq.blocks)
         seq.blocks = []
         seq.blocks_changed()
-        seq.indexed = seq.shared_blocks = 0
+        seq.ready = seq.indexed = seq.shared_blocks = 0
 
     def keep_cached(self, keeping: bool) -> None:
         """Keep what nobody holds as far as the settings allow, or not at all."""
@@ -259,3 +324,11 @@ class KVCacheManager:
             self.tree.planner.distrust(self.tree_tokens(seq), seq.spec.namespace)
         self.tree.forget(seq.blocks[0 if seq.restored else seq.shared_blocks :])
         seq.computed = 0
+
+
+def _blocks_in(limit: int, spec: ModelSpec) -> int:
+    """How many blocks take at most `limit` bytes, those that can have a window block counted with one."""
+    with_window = limit // (spec.block_bytes + spec.window_bytes)
+    if with_window <= spec.num_windows:
+        return with_window
+    return (limit - spec.num_windows * spec.window_bytes) // spec.block_bytes

@@ -7,7 +7,8 @@ A node stands for one block of KV and is keyed by the tokens in it, below the no
 
 Full blocks are shared as they are. From a block whose tokens agree only in part (or from a tail) a newcomer
 gets the agreeing slots by one block copy, so that a prefix can be cut at any token where the runner copies blocks.
-Of a model with recurrent state it can be cut at checkpoints only, that is after nodes whose state was kept.
+Of a model with recurrent state it can be cut at checkpoints only, that is after nodes whose state was kept. Of one
+with sliding windows it can be cut where the nodes of the last window have their window blocks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shoal.core.eviction import Eviction
 from shoal.core.journal import BlockJournal, root_hash
 from shoal.core.nodes import Match, TreeNode
 from shoal.core.tiers import TierPlanner
+from shoal.core.windows import WindowBlocks
 from shoal.runners.plan import BlockId
 from shoal.types import Namespace
 
@@ -67,6 +69,7 @@ class PrefixTree:
         self.copies_blocks = copies_blocks
         self.max_cached = max_cached
         self.checkpoints = checkpoints
+        self.windows: WindowBlocks | None = None  # where KV of layers with a window lies apart
         self.planner: TierPlanner | None = None  # is told of full blocks, where there are further tiers
         self.evictions = 0
         self.recomputed = 0  # tokens that came back after their eviction
@@ -103,6 +106,14 @@ class PrefixTree:
         blocks = tuple(node.block for node in path)
         if self.checkpoints is not None:
             return self._cut_at_checkpoint(path, node, rest, at + agreeing)
+        if self.windows is not None:
+            if tail is not None and (
+                self.windows.of(tail.block) is None or not self.windows.covers(path, at + agreeing)
+            ):
+                tail = None
+            if tail is None:
+                depth = self.windows.reach(path)
+                return Match(blocks[:depth], depth * size, known=at + agreeing)
         if tail is None:
             return Match(blocks, at, known=at)
         tail.last_used = self._clock
@@ -134,6 +145,25 @@ class PrefixTree:
             self.checkpoints.attach(node, checkpoint)
             if self.planner is not None:
                 self.planner.note(node)
+
+    def lost_window(self, block: BlockId) -> None:
+        """The window block of a block went to another: no hit can end here now, so what nothing follows is dropped."""
+        node = self._nodes.get(block)
+        if node is not None and self._evictable(node):
+            parent = node.parent
+            assert parent is not None
+            self._evict(node)
+            self.eviction.offer(parent)
+        elif node is not None and len(node.key) < self.block_size:  # another block has all of this tail, and more
+            self._remove(node)
+
+    def is_expected(self, block: BlockId) -> bool:
+        """True when pending work was announced that needs a block of the tree."""
+        return self.eviction.is_announced(self._nodes[block])
+
+    def knows(self, block: BlockId) -> bool:
+        """True while a block is in the tree."""
+        return block in self._nodes
 
     def has(self, node: TreeNode) -> bool:
         """True while a node is in the tree."""
@@ -288,6 +318,8 @@ class PrefixTree:
             self.checkpoints.detach(node)
         self._unlink(node)
         del self._nodes[node.block]
+        if self.windows is not None:
+            self.windows.left(node.block)
         self.pool.disown(node.block)
 
     def release(self, blocks: Sequence[BlockId]) -> None:

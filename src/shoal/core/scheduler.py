@@ -98,7 +98,7 @@ class Scheduler:
             case Share():
                 self._share(command.seq_id)
             case Unpin():
-                self.kv.tree.release(self.pinned.pop(command.seq_id, []))
+                self.kv.unpin(command.seq_id, self.pinned.pop(command.seq_id, []))
             case Expect() | CancelExpectation():
                 self._announce(command)
             case Keep():
@@ -274,32 +274,34 @@ class Scheduler:
                 continue
             tokens = seq.tokens
             needed = len(tokens) + min(ahead, max(seq.remaining - 1, 0))  # never blocks that it cannot write
-            if len(seq.blocks) * size >= needed or self._ensure(seq, needed):
+            if seq.ready * size >= needed or self._ensure(seq, needed):
                 want, top = seq.want
                 decoding.append(seq)
+                fed, windows = (tokens[-1],), seq.window_table
                 planned.append(
-                    ScheduledSequence(seq.seq_id, (tokens[-1],), seq.computed, seq.table, want, 1, None, None, top)
+                    ScheduledSequence(seq.seq_id, fed, seq.computed, seq.table, want, 1, None, None, top, 1, windows)
                 )
         decodes = len(planned)
         self._rows = max(self.spec.max_rows, self.config.max_batch)
         budget = max(self.config.max_step_tokens - decodes, 0)
         if decodes:
             budget = self.pacer.prompt_budget(budget)
-        copies: list[tuple[BlockId, BlockId]] = []
+        joined: list[Sequence] = []
         if decodes < len(self.running) or len(self.queue):
             budget = self._continue_prefills(in_order, planned, budget, self._next_to_join(now) is not None)
-            copies = self._admit(now, planned, budget)
+            joined = self._admit(now, planned, budget)
         if not planned:
             return None
         if len(planned) > decodes:
             chain = 1
         elif self._drafter is not None:
             most = min(self._rows, self.config.max_step_tokens) - decodes
-            spare = max(self.kv.available - len(self.running), 0)  # blocks that nobody else may need soon
+            spare = max(self.kv.growth - len(self.running), 0)  # blocks that nobody else may need soon
             if self._drafter.plan(decoding, planned, self.kv, self.pacer, most, spare):
                 chain = 1
         self._step += 1
-        return StepPlan(self._step, tuple(planned), tuple(copies), chain)
+        copies, window_copies = self.kv.copies(joined)
+        return StepPlan(self._step, tuple(planned), copies, chain, window_copies)
 
     def _expire(self, now: float) -> None:
         self.now = now
@@ -314,8 +316,7 @@ class Scheduler:
             victim = max(self.running, key=_urgency)
             if first is None or first.rank >= victim.aged_rank:
                 return
-            needed = self.kv.blocks_for(len(first.tokens) + 1)
-            if len(self.running) < self.max_running and needed <= self.kv.available:
+            if len(self.running) < self.max_running and self.kv.has_room(len(first.tokens) + 1):
                 return
             self._preempt(victim)
 
@@ -340,7 +341,8 @@ class Scheduler:
         load, seq.load = seq.load, None
         save = self.kv.reserve(seq, end) if seq.marks else None
         fed = tuple(seq.tokens[start:end])
-        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top, rows)
+        windows = seq.window_table
+        return ScheduledSequence(seq.seq_id, fed, start, seq.table, want, generated, load, save, top, rows, windows)
 
     def _continue_prefills(
         self, in_order: list[Sequence], planned: list[ScheduledSequence], budget: int, joining: bool
@@ -350,12 +352,24 @@ class Scheduler:
         pending.sort(key=self._prefill_order)
         others = sum(s.behind for s in pending) + (budget if joining else 0)
         for seq in pending:
+            if seq.status is not Status.RUNNING:  # it gave way to one before it
+                continue
             others -= seq.behind
-            chunk = self._chunk(seq, budget, others)
+            chunk = self._room(seq, self._chunk(seq, budget, others), alone=not planned)
             if chunk and self._ensure(seq, seq.computed + chunk):
                 planned.append(self._feed(seq, chunk))
                 budget -= chunk
         return budget
+
+    def _room(self, seq: Sequence, chunk: int, *, alone: bool) -> int:
+        """So many of the tokens of a chunk have room. Some when nobody else computes anything: others give way then."""
+        room = self.kv.room(seq, chunk)
+        while alone and chunk and not room:
+            victim = max(self.running, key=_urgency)
+            self._preempt(victim)
+            room = 0 if victim is seq else self.kv.room(seq, chunk)
+            alone = victim is not seq
+        return room
 
     def _prefill_order(self, seq: Sequence) -> tuple[int, float, int, int]:
         service = self.queue.service(seq) if seq.spec.group else 0.0
@@ -372,19 +386,19 @@ class Scheduler:
         rows = min(self.spec.max_rows, self._rows)
         return min(chunk, max(seq.scored - seq.computed, 0) + rows, seq.prompt_len - seq.computed)
 
-    def _admit(self, now: float, planned: list[ScheduledSequence], budget: int) -> list[tuple[BlockId, BlockId]]:
-        """Let waiting sequences join while rows, prompt budget and blocks last."""
-        copies: list[tuple[BlockId, BlockId]] = []
+    def _admit(self, now: float, planned: list[ScheduledSequence], budget: int) -> list[Sequence]:
+        """Let waiting sequences join while rows, prompt budget and blocks last; returns those that did."""
+        joined: list[Sequence] = []
         seq = self._next_to_join(now)
         while seq is not None and budget > 0 and self._join(seq, now):
-            if seq.copy_source is not None:
-                copies.append((seq.copy_source, seq.blocks[seq.shared_blocks]))
+            joined.append(seq)
             following = self._next_to_join(now)
-            chunk = self._chunk(seq, budget, budget if following is not None else 0)
+            chunk = self.kv.room(seq, self._chunk(seq, budget, budget if following is not None else 0))
+            self.kv.grow(seq, seq.computed + chunk)
             planned.append(self._feed(seq, chunk))
             budget -= chunk
             seq = following if following is None or self._ready(following) else self._next_to_join(now)
-        return copies
+        return joined
 
     def _next_to_join(self, now: float) -> Sequence | None:
         """The first in line that need not wait for a leader's blocks, if a row is free; looks at a bounded number."""
@@ -472,14 +486,15 @@ class Scheduler:
         decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
         self.now = command.now
         decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
+        for item in plan.sequences:  # what was copied is needed no longer, whatever becomes of the sequences
+            if (seq := self._by_id.get(item.seq_id)) is not None:
+                self.kv.copied(seq)
         for item in plan.sequences:
             seq = self._by_id.get(item.seq_id)
             fed = len(item.tokens)
             if seq is None:  # ended while its row was sampled
                 chunked += fed - item.generated
                 continue
-            if seq.copy_source is not None:
-                self.kv.copied(seq)
             decoding = seq.decoding
             drafts = item.tokens[1:] if decoding else ()
             fed -= len(drafts)
@@ -503,8 +518,10 @@ class Scheduler:
                     self._drafter.follow(seq)
                 if outcome.finish is not None:
                     self._end(seq, outcome.finish)
-                elif decoding and seq.computed // self.kv.block_size > seq.indexed:
-                    self.kv.index(seq, tail=False)
+                elif decoding:
+                    if seq.computed // self.kv.block_size > seq.indexed:
+                        self.kv.index(seq, tail=False)
+                    self.kv.advance(seq)
         self.drafted += drafted
         greedy = all(item.want is Want.ARGMAX for item in plan.sequences)
         self.pacer.observe(decodes, chunked, command.ms / chain, drafted, greedy=greedy)
@@ -517,12 +534,12 @@ class Scheduler:
             seq.marks.pop(0)
         self.kv.index(seq, tail=True)
         self.kv.saved(seq)
+        self.kv.advance(seq)
         if seq.behind:
             return
         self._leaders.unregister(seq)
         if seq.spec.prefill_only:
-            self.pinned[seq.seq_id] = list(seq.blocks)
-            self.kv.pool.hold(seq.blocks)
+            self.pinned[seq.seq_id] = self.kv.pin(seq)
             self._end(seq, FinishReason.STOP)
         elif seq.spec.sampling.max_tokens == 0:  # asked only what its prompt is worth
             self._end(seq, FinishReason.LENGTH)

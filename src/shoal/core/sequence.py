@@ -10,7 +10,7 @@ from shoal.core.commands import JudgedTokens
 from shoal.core.request import RequestSpec
 from shoal.core.tiers import Tier
 from shoal.errors import ShoalError
-from shoal.runners.plan import BlockId, SeqId, Want
+from shoal.runners.plan import BlockId, SeqId, Want, WindowId
 from shoal.types import FinishReason, Priority, Receipt
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class Sequence:
     """
 
     __slots__ = (
-        "_table", "accepted", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens", "computed",
-        "computed_tokens", "copy_source", "deadline", "draft", "drafted", "foretold", "hashes", "held", "indexed",
-        "load", "marks", "miss", "preemptions", "prompt_len", "rank", "restored", "saving", "scored", "seq_id",
-        "shared_blocks", "shared_with", "spec", "status", "tokens", "urgency", "waits_for", "waits_until", "want",
-        "writes",
+        "_table", "_window_table", "accepted", "admitted_at", "aged_rank", "arrival", "blocks", "cached_tokens",
+        "computed", "computed_tokens", "copy_source", "deadline", "draft", "drafted", "foretold", "hashes", "held",
+        "indexed", "load", "marks", "miss", "preemptions", "prompt_len", "rank", "ready", "restored", "saving",
+        "scored", "seq_id", "shared_blocks", "shared_with", "spec", "status", "tokens", "urgency", "waits_for",
+        "waits_until", "want", "window_from", "windows", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +68,10 @@ class Sequence:
         self.computed = 0
         self.blocks: list[BlockId] = []
         self._table: tuple[BlockId, ...] | None = None
+        self.ready = 0  # of `blocks`, how many can be written to: all, but those that have no window block yet
+        self.window_from = 0  # the first block that has one which it needs, where the model has a window
+        self.windows: list[WindowId] = []  # of its blocks from there up to `ready`
+        self._window_table: tuple[WindowId, ...] | None = None
         self.aged_rank = self.rank  # its class when it joined, ageing included
         self.urgency = (self.rank, 0)  # that class, and the number of its admission: the highest is preempted first
         self.admitted_at: float | None = None  # first admission
@@ -139,6 +143,17 @@ class Sequence:
     def blocks_changed(self) -> None:
         """Call after every change to `blocks`."""
         self._table = None
+
+    @property
+    def window_table(self) -> tuple[WindowId, ...]:
+        """The window blocks, the same object until they change."""
+        if self._window_table is None:
+            self._window_table = tuple(self.windows)
+        return self._window_table
+
+    def windows_changed(self) -> None:
+        """Call after every change to `windows`."""
+        self._window_table = None
 
     def write(self, outcome: JudgedTokens, chain: int) -> None:
         """Append what a step gave. Of its tokens, the first `chain` without the last were fed on the device already."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from shoal.runners.plan import BlockId
+from shoal.runners.plan import BlockId, WindowId
 from shoal.types import Namespace
 
 if TYPE_CHECKING:
@@ -63,11 +63,12 @@ class Paths:
 
 
 class Outgoing(NamedTuple):
-    """A block to be copied out: its digest, and its checkpoint where the state after it was kept."""
+    """A block to be copied out: its digest, its checkpoint where the state after it was kept, and its window block."""
 
     digest: Digest
     block: BlockId
     checkpoint: int | None
+    window: WindowId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +129,22 @@ class TierPlanner:
         self._waiting.clear()
 
     def take(self, known: Known) -> Outgoing | None:
-        """The next block that should go out and that no tier has; None when there is none."""
+        """The next block that should go out and that no tier has; None when there is none. Only a whole one does."""
+        windows = self._tree.windows
         while self._waiting:
             block = next(iter(self._waiting))
             node = self._waiting.pop(block)
             if not self._tree.has(node):
                 self.lost += 1
                 continue
+            window = windows.of(block) if windows is not None else None
+            if windows is not None and window is None:
+                self.lost += 1
+                continue
             digest = self.digest(node)
             state = node.checkpoint is not None and not known(self.paths.state(digest))
             if state or not known(digest):
-                return Outgoing(digest, block, node.checkpoint if state else None)
+                return Outgoing(digest, block, node.checkpoint if state else None, window)
         return None
 
     def digest(self, node: TreeNode) -> Digest:
@@ -164,6 +170,8 @@ class TierPlanner:
             return None
         size = self._tree.block_size
         path = self._tree.path(tokens, namespace, limit=limit)
+        if self._tree.windows is not None:  # what lies behind lost window blocks is wanted again, for theirs
+            path = path[: self._tree.windows.reach(path)]
         digest = self.digest(path[-1]) if path else self.paths.root(namespace)
         digests: list[Digest] = []
         for at in range(len(path) * size, limit - size + 1, size):

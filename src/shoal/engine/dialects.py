@@ -9,6 +9,7 @@ from typing import Any
 from shoal.types import Priority, Request
 
 _SAMPLING = frozenset(("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"))
+_SHORT_S = 600.0  # what a server of ours takes "in-memory" for
 _TIERS = {Priority.HIGH: "priority", Priority.LOW: "flex"}
 
 
@@ -28,6 +29,7 @@ class Dialect:
     own_fields: bool = False  # SGLang's: `json_schema` as text, `regex`
     urgent: int = 0
     salted: bool = False
+    planned: bool = False  # takes Dynamo's hints of an agent's harness, and how long a prefix will be wanted
 
     def structure(self, name: str, value: Any, *, chat: bool) -> dict[str, Any] | None:
         """The fields that hold an output to a schema, expression or grammar; None where the server has none for it."""
@@ -57,12 +59,16 @@ class Dialect:
                 told["cache_salt"] = name
         if request.group:
             told["user"] = request.group
+        if self.planned and request.critical_path:
+            told["nvext"] = {"agent_hints": {"osl": request.critical_path}}
+        if self.planned and request.keep_s:
+            told["prompt_cache_retention"] = "in-memory" if request.keep_s <= _SHORT_S else "24h"
         return told
 
 
 _OURS = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 OPENAI = Dialect()
-SHOAL = Dialect(_SAMPLING, token_ids=True, structures=_OURS)
+SHOAL = Dialect(_SAMPLING, token_ids=True, structures=_OURS, planned=True)
 VLLM = Dialect(_SAMPLING, token_ids=True, structures=_OURS, urgent=-1, salted=True)
 SGLANG = Dialect(_SAMPLING, own_fields=True, urgent=1, salted=True)
 BY_OWNER = {"shoal": SHOAL, "vllm": VLLM, "sglang": SGLANG}

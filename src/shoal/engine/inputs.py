@@ -205,12 +205,14 @@ class InputProcessor:
             )
 
     def _check_budget(self, prompt_len: int) -> None:
-        needed, capacity = prompt_len + 1, self.spec.kv_capacity
+        spec, needed = self.spec, prompt_len + 1
+        capacity = spec.kv_capacity
         if needed > capacity:
+            kv_bytes = needed * spec.kv_bytes_per_token + spec.num_windows * spec.window_bytes
             raise KVBudgetError(
                 f"{prompt_len} prompt tokens and one answer token need KV for {needed}, there is {capacity}",
                 param="prompt",
                 value=needed,
                 limit=capacity,
-                hint=f"shorten the prompt or raise kv_memory above {needed * self.spec.kv_bytes_per_token} bytes",
+                hint=f"shorten the prompt or raise kv_memory above {kv_bytes} bytes",
             )

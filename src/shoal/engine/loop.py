@@ -375,7 +375,7 @@ class StepLoop(InFlight[LocalState]):
     def stats(self) -> EngineStats:
         """What is held and was done so far."""
         scheduler, spec = self.scheduler, self.runner.spec
-        pool, tree = scheduler.kv.pool, scheduler.kv.tree
+        pool, tree, windows = scheduler.kv.pool, scheduler.kv.tree, scheduler.kv.windows
         return EngineStats(
             waiting=len(scheduler.queue),
             running=len(scheduler.running),
@@ -385,9 +385,10 @@ class StepLoop(InFlight[LocalState]):
             computed_tokens=self._computed_tokens,
             preemptions=scheduler.preemptions,
             evictions=tree.evictions,
-            kv_bytes=pool.total * spec.block_bytes,
-            kv_held_bytes=pool.num_held * spec.block_bytes,
-            kv_cached_bytes=pool.num_cached * spec.block_bytes,
+            kv_bytes=spec.kv_bytes,
+            kv_held_bytes=pool.num_held * spec.block_bytes + (windows.num_needed if windows else 0) * spec.window_bytes,
+            kv_cached_bytes=pool.num_cached * spec.block_bytes
+            + (windows.num_spare if windows else 0) * spec.window_bytes,
             weight_bytes=spec.weight_bytes,
             step_bytes=spec.step_bytes,
             checkpoint_bytes=spec.num_checkpoints * spec.checkpoint_bytes,

@@ -124,7 +124,8 @@ class Relief:
     def _discard(self) -> None:
         access = self._runner.access
         if access is not None:
-            access.discard_blocks(self._scheduler.kv.pool.free_blocks)
+            kv = self._scheduler.kv
+            access.discard_blocks(kv.pool.free_blocks, kv.windows.free if kv.windows is not None else ())
 
 
 def _do_nothing() -> None:

@@ -24,7 +24,7 @@ class StormWatch:
         kept = config.bytes_of("prefix_memory")
         beside = " and memory" if config.memory is not None else ""
         self._setting = "prefix_memory" if kept is not None else f"kv_memory{beside}"
-        self._mib = (spec.num_blocks * spec.block_bytes if kept is None else kept) / 2**20
+        self._mib = (spec.kv_bytes if kept is None else kept) / 2**20
         self._began = -math.inf  # the window, and the totals when it began
         self._again_before = self._prompt_before = 0
         self._seen = 0

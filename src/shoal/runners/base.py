@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.errors import ConfigError
-from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan
+from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan, WindowId
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,8 @@ class BlockAccess(Protocol):
 
     Only whole blocks are read. What is written must be what was read, from a runner of the same `identity`; sequences
     that use it then compute the same bits as if the block had been computed here. Calls come from the runner's thread,
-    between steps. All raise `RunnerError` for ids out of range.
+    between steps. All raise `RunnerError` for ids out of range. Where the model has a window (`ModelSpec.window`), a
+    block is read with its window block and only with it; what is read goes back to both, or to a block alone.
     """
 
     @property
@@ -30,19 +31,19 @@ class BlockAccess(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block as it is read."""
+        """Bytes of one block as it is read, its window block included."""
         ...
 
-    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+    def read_block(self, block: BlockId, out: NDArray[np.uint8], window: WindowId | None = None) -> None:
         """Copy one block to `out`, [block_bytes]. `RunnerError` when some of its slots were never written."""
         ...
 
-    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+    def write_block(self, block: BlockId, data: NDArray[np.uint8], window: WindowId | None = None) -> None:
         """Put back what `read_block` gave."""
         ...
 
-    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
-        """Nobody needs what is in these blocks: give their memory back to the system where that can be done."""
+    def discard_blocks(self, blocks: Sequence[BlockId], windows: Sequence[WindowId] = ()) -> None:
+        """Nobody needs what is in these: give their memory back to the system where that can be done."""
         ...
 
     def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:

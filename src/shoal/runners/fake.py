@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
-from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want, WindowId
 from shoal.splitmix import GOLDEN, MASK, mix
 
 Fault = Callable[[StepPlan], None]
@@ -29,7 +29,8 @@ class FakeRunner:
     `step_s` is slept in each step. `fault` is called with each plan before it is executed, and may raise or sleep;
     `nan_for` names sequences whose rows come out as NaN. `keep_plans` records every plan. With `splits_decode`
     generated tokens leave other KV than prompt tokens do, as on backends that compute them with other kernels. With
-    `checkpoints` above 0 logits depend on a recurrent state too, which is carried per sequence and kept on demand.
+    `checkpoints` above 0 logits depend on a recurrent state too, which is carried per sequence and kept on demand. With
+    `window` above 0 they depend on what lies in `num_windows` window blocks too, as far back as the window goes.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class FakeRunner:
         copies_blocks: bool = True,
         splits_decode: bool = False,
         checkpoints: int = 0,
+        window: int = 0,
+        num_windows: int = 0,
         step_s: float = 0.0,
         fault: Fault | None = None,
         keep_plans: bool = False,
@@ -69,6 +72,9 @@ class FakeRunner:
             recurrent=checkpoints > 0,
             num_checkpoints=checkpoints,
             checkpoint_bytes=8,
+            window=window,
+            num_windows=num_windows,
+            window_bytes=8 * block_size if window else 0,
         )
         self.step_s = step_s
         self.fault = fault
@@ -76,6 +82,7 @@ class FakeRunner:
         self.plans: list[StepPlan] | None = [] if keep_plans else None
         self.closed = False
         self._kv = [[0] * block_size for _ in range(num_blocks)]
+        self._windows = [[0] * block_size for _ in range(num_windows)]
         self._state: dict[SeqId, tuple[int, int]] = {}  # tokens seen, and the recurrent state after them
         self._checkpoints: dict[int, tuple[int, int]] = {}
         self._salt = np.arange(vocab_size, dtype=np.uint64) * np.uint64(GOLDEN)
@@ -93,25 +100,31 @@ class FakeRunner:
     @property
     def identity(self) -> str:
         """All toy models of one form compute the same."""
-        return f"fake {self.spec.block_size} {self.spec.splits_decode} {self.spec.recurrent}"
+        return f"fake {self.spec.block_size} {self.spec.splits_decode} {self.spec.recurrent} {self.spec.window}"
 
     @property
     def block_bytes(self) -> int:
-        """Eight for each slot."""
-        return self.spec.block_bytes
+        """Eight for each slot, and as much for each of its window block."""
+        return self.spec.block_bytes + self.spec.window_bytes
 
-    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
-        """Copy the slots of a block to `out`."""
-        out[:] = np.array(self._kv[block], np.uint64).view(np.uint8)
+    def read_block(self, block: BlockId, out: NDArray[np.uint8], window: WindowId | None = None) -> None:
+        """Copy the slots of a block to `out`, then those of its window block."""
+        seen = [] if window is None else self._windows[window]
+        out[:] = np.array([*self._kv[block], *seen], np.uint64).view(np.uint8)
 
-    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+    def write_block(self, block: BlockId, data: NDArray[np.uint8], window: WindowId | None = None) -> None:
         """Put back what `read_block` gave."""
-        self._kv[block] = data.view(np.uint64).tolist()
+        slots, size = data.view(np.uint64).tolist(), self.spec.block_size
+        self._kv[block] = slots[:size]
+        if window is not None:
+            self._windows[window] = slots[size:]
 
-    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+    def discard_blocks(self, blocks: Sequence[BlockId], windows: Sequence[WindowId] = ()) -> None:
         """Empty blocks."""
         for block in blocks:
             self._kv[block] = [0] * self.spec.block_size
+        for window in windows:
+            self._windows[window] = [0] * self.spec.block_size
 
     def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
         """The state that was saved there."""
@@ -131,6 +144,8 @@ class FakeRunner:
             time.sleep(self.step_s)
         for source, destination in plan.copies:
             self._kv[destination] = list(self._kv[source])
+        for source, destination in plan.window_copies:
+            self._windows[destination] = list(self._windows[source])
         for item in plan.sequences:
             if item.load is not None:
                 self._state[item.seq_id] = self._checkpoints[item.load]
@@ -192,6 +207,8 @@ class FakeRunner:
             state = _mix(state ^ self._kv[item.block_table[position // size]][position % size])
         for position, token in enumerate(tokens, start):
             value = _mix(state ^ _mix(token * 0x1000003 + position) ^ (position >= prompt_end))
+            if self.spec.window:
+                value ^= self._look_back(item, value, position)
             self._kv[item.block_table[position // size]][position % size] = value
             state = _mix(state ^ value)
         if self.spec.recurrent:
@@ -202,6 +219,18 @@ class FakeRunner:
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)) - np.float32(2.0)
+
+    def _look_back(self, item: ScheduledSequence, value: int, position: int) -> int:
+        """What a position sees of its window, itself included. RunnerError for a plan without its window blocks."""
+        size, first = self.spec.block_size, self.spec.first_block(item.start)
+        if position // size - first >= len(item.windows):
+            raise RunnerError(f"sequence {item.seq_id} has no window block for {position}", value=item.windows)
+        at = self._windows[item.windows[position // size - first]]
+        at[position % size] = _mix(value)
+        seen = 0
+        for p in range(max(position - self.spec.window + 1, 0), position + 1):
+            seen = _mix(seen ^ self._windows[item.windows[p // size - first]][p % size])
+        return seen
 
     def _carry(self, seq_id: SeqId, tokens: Sequence[int], start: int) -> int:
         """Take tokens into a sequence's recurrent state. RunnerError when it has none of the tokens before."""

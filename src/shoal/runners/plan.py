@@ -22,6 +22,10 @@ BlockId: TypeAlias = int
 """A block of KV slots, 0 <= id < ModelSpec.num_blocks. The core hands them out, a runner maps them to storage."""
 
 
+WindowId: TypeAlias = int
+"""A window block, 0 <= id < ModelSpec.num_windows: what layers with a window keep of the positions of one block."""
+
+
 class Want(StrEnum):
     """What a step is to give for a sequence after its last fed token."""
 
@@ -45,6 +49,10 @@ class ScheduledSequence(NamedTuple):
     where it has none in the runner and `start` is above 0, it starts from checkpoint `load`. A chunk that wants nothing
     may ask that the state after its last token be kept as checkpoint `save` (0 <= id < ModelSpec.num_checkpoints),
     until that id is saved to again. Loads come before saves.
+
+    Of a model with a window (`ModelSpec.window`), KV of its layers with one lies in window blocks: that of block
+    `spec.first_block(start)` + i of the table in `windows[i]`. They cover every fed position as the table does; what
+    lies before them no position of this step sees.
     """
 
     seq_id: SeqId
@@ -57,6 +65,7 @@ class ScheduledSequence(NamedTuple):
     save: int | None = None
     top: int = 0
     rows: int = 1
+    windows: tuple[WindowId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +73,16 @@ class StepPlan:
     """What one forward pass is to do. Frozen, small and printable.
 
     `copies` are (source, destination) blocks, whose contents are copied whole and in order before anything is
-    computed. `chain` > 1 asks for that many greedy tokens per sequence, each fed back on the device; only plans
-    in which every sequence feeds one token and wants ARGMAX may ask, up to `ModelSpec.max_chain`.
+    computed; `window_copies` are those of window blocks. `chain` > 1 asks for that many greedy tokens per sequence,
+    each fed back on the device; only plans in which every sequence feeds one token and wants ARGMAX may ask, up to
+    `ModelSpec.max_chain`.
     """
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     chain: int = 1
+    window_copies: tuple[tuple[WindowId, WindowId], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -109,7 +120,9 @@ class ModelSpec:
     token). `lookahead`: positions beyond a plan's that a decode row should have blocks for, since the runner starts
     the next step itself. `recurrent`: some layers keep a state that cannot be cut, so that a prefix can only be taken
     up where a checkpoint of it was kept; there is room for `num_checkpoints` of `checkpoint_bytes` each, beside the
-    blocks.
+    blocks. `window`: some layers see `window` positions and no more, and their KV is not in the blocks but in
+    `num_windows` window blocks of `window_bytes` each; 0: all KV is in the blocks. `kv_bytes_per_token` is what a token
+    takes in a block.
     """
 
     name: str
@@ -133,13 +146,37 @@ class ModelSpec:
     recurrent: bool = False
     num_checkpoints: int = 0
     checkpoint_bytes: int = 0
+    window: int = 0
+    num_windows: int = 0
+    window_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of KV in one block."""
+        """Bytes of KV in one block, without its window block."""
         return self.block_size * self.kv_bytes_per_token
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all blocks and window blocks."""
+        return self.num_blocks * self.block_bytes + self.num_windows * self.window_bytes
+
+    def first_block(self, position: int) -> int:
+        """The first block of a table whose window block is seen when the token at `position` is fed."""
+        return max(position - self.window + 1, 0) // self.block_size
 
     @property
     def kv_capacity(self) -> int:
         """Tokens whose KV fits all blocks together."""
         return self.num_blocks * self.block_size
+
+
+def windows_in_turn(spec: ModelSpec, start: int, tokens: int, place: int = 0, places: int = 1) -> tuple[WindowId, ...]:
+    """`ScheduledSequence.windows` for plans that are made by hand: sequence `place` of `places` uses its share in turn.
+
+    It must be enough for what its longest step sees and writes.
+    """
+    if not spec.window:
+        return ()
+    share = spec.num_windows // places
+    blocks = range(spec.first_block(start), (start + tokens - 1) // spec.block_size + 1)
+    return tuple(place * share + block % share for block in blocks)

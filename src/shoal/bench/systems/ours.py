@@ -24,7 +24,7 @@ from shoal.engine.warmup import warm_up
 from shoal.errors import BenchmarkError
 from shoal.models import Store
 from shoal.runners.base import Runner
-from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want, windows_in_turn
 from shoal.types import Event, Request, Result, SamplingParams, StepRecord
 
 
@@ -131,7 +131,9 @@ class Shoal:
         table = tuple(range(len(tokens) // runner.spec.block_size + 1))
         rows = np.empty((len(tokens), runner.spec.vocab_size), np.float32)
         for at, token in enumerate(tokens):
-            part = ScheduledSequence(1, (token,), at, table, Want.LOGITS, int(at >= len(tokens) // 2))
+            windows = windows_in_turn(runner.spec, at, 1)
+            generated = int(at >= len(tokens) // 2)
+            part = ScheduledSequence(1, (token,), at, table, Want.LOGITS, generated, windows=windows)
             output = runner.execute(StepPlan(at, (part,)))
             assert output.logits is not None
             rows[at] = output.logits[0]
@@ -220,7 +222,8 @@ def static_batch(runner: Runner, jobs: Sequence[Job]) -> RunTimes:
         parts = []
         for i, job in enumerate(jobs):
             fed, start = (job.prompt, 0) if step == 0 else ((traces[i].tokens[-1],), len(job.prompt) + step - 1)
-            parts.append(ScheduledSequence(i, fed, start, tables[i], Want.ARGMAX, int(step > 0)))
+            windows = windows_in_turn(runner.spec, start, len(fed), i, len(jobs))
+            parts.append(ScheduledSequence(i, fed, start, tables[i], Want.ARGMAX, int(step > 0), windows=windows))
         output = runner.execute(StepPlan(step, tuple(parts)))
         now = time.perf_counter() - begin
         for i, trace in enumerate(traces):

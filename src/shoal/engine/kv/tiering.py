@@ -272,8 +272,9 @@ class Tiering:
         scheduler.apply(Restore(now.seq.seq_id, wanted.first + now.taken, count, tier, state))
         restored = scheduler.take_restored()
         try:
-            for block, data in zip(restored.blocks, batch[restored.skipped : count], strict=False):
-                self._access.write_block(block, data)
+            data_of = batch[restored.skipped : count]
+            for block, window, data in zip(restored.blocks, restored.windows, data_of, strict=False):
+                self._access.write_block(block, data, window)
                 if tier is Tier.DISK:
                     self._buffers.give(data)
             if restored.checkpoint is not None:
@@ -319,7 +320,7 @@ class Tiering:
     def _copy(self, outgoing: Outgoing) -> None:
         if not self._stored(outgoing.digest):
             data = self._buffers.take(self._access.block_bytes)
-            self._access.read_block(outgoing.block, data)
+            self._access.read_block(outgoing.block, data, outgoing.window)
             self._put(outgoing.digest, data)
         if outgoing.checkpoint is not None:
             state = self._planner.paths.state(outgoing.digest)

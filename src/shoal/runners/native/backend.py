@@ -53,6 +53,7 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Pro
         max_step_tokens=config.max_step_tokens,
         max_batch=config.max_batch,
         mmap=bool(config.runner_options.get("mmap", False)),
+        window_blocks=True,
         precision=config.precision,
         progress=progress,
     )

@@ -20,7 +20,7 @@ from shoal.models.precision import quantised
 from shoal.runners.base import kv_budget
 from shoal.runners.native import describe, pack
 from shoal.runners.native.core import core_hash, load_core
-from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan, Want, WindowId
 from shoal.runners.registry import LocalModel
 
 KvPrecision: TypeAlias = Literal["auto", "bf16", "u8"]
@@ -30,11 +30,12 @@ MAX_CHAIN = 16
 MAX_CHECKPOINTS = 64
 MAX_TOP = 128  # a longer list is kept in order by the kernels more slowly than numpy finds it
 _WANTS = {Want.NOTHING: 0, Want.ARGMAX: 1, Want.LOGITS: 2, Want.TOP: 3}
+_BLOCKS_A_WINDOW = 8  # blocks for each window block: a cached prefix of that many windows keeps the last one whole
 _ROWS = 64  # rows of logits that the estimate of a step's memory counts
 
 
 class NativeRunner:
-    """Maps the core's block ids to one array of KV blocks, all layers of a block together.
+    """Maps the core's block ids to one array of KV blocks, all layers of a block together; window blocks to another.
 
     Invariant: what a pass computes for a sequence depends on its tokens and its blocks only, to the last bit, on one
     machine. Leaves scheduling, sampling and the contents of block tables to the caller.
@@ -61,6 +62,7 @@ class NativeRunner:
         max_step_tokens: int = 1024,
         max_batch: int = 8,
         mmap: bool = False,
+        window_blocks: bool = False,
         precision: Precision = "auto",
         progress: Progress | None = None,
     ) -> NativeRunner:
@@ -72,7 +74,9 @@ class NativeRunner:
         per CPU this process may use; with `pin_threads` each but the caller's stays on a CPU of its own, counted from
         the first one allowed (Linux only). `kv_precision` "u8" keeps K and V in 8 bits with a scale per token and head;
         "auto" is bf16. With `mmap` the weights stay in the packed file and are read as they are needed, so that a model
-        larger than memory runs; they do not count as memory then, and are not checked for damage. `precision`, one of
+        larger than memory runs; they do not count as memory then, and are not checked for damage. With
+        `window_blocks` KV of layers with a window lies apart, where that saves memory, and plans must say where
+        (`ScheduledSequence.windows`): the core frees what lies behind the window. `precision`, one of
         `AT_LOAD`, quantises matrices of more bits when they are packed; "auto" leaves them as they are. `progress`
         hears of packing. The environment variable SHOAL_ISA forces an instruction set. Raises `ModelError`s for what
         is wrong with the files, `BackendError` when the extension is missing or memory does not suffice, `ConfigError`
@@ -85,12 +89,23 @@ class NativeRunner:
         def made(packed: pack.Packed) -> NativeRunner:
             facts = {**packed.facts, "kv_bits": 8 if kv_precision == "u8" else 16}
             weight_bytes = 0 if mmap else packed.start + sum(length for length, _ in packed.pieces)
-            spec = _spec(core, facts, weight_bytes, kv_bytes, memory_bytes, max_step_tokens, max_batch)
+            spec = _spec(
+                core,
+                facts,
+                weight_bytes,
+                kv_bytes,
+                memory_bytes,
+                max_step_tokens,
+                max_batch,
+                window_blocks=window_blocks,
+            )
             spec = spec if precision == "auto" else replace(spec, precision=precision)
             settings: dict[str, Any] = {"blocks": spec.num_blocks, "checkpoints": spec.num_checkpoints}
+            settings["windows"] = spec.num_windows
             settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa, "map": mmap}
             loaded = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
-            return cls(loaded, spec, f"{path.name} {facts['kv_bits']} {loaded.isa} {core_hash()}")
+            apart = " windows" if spec.window else ""
+            return cls(loaded, spec, f"{path.name} {facts['kv_bits']} {loaded.isa} {core_hash()}{apart}")
 
         try:
             return _of_packed(path, made, lambda: _pack_again(files, path, precision, progress))
@@ -133,20 +148,20 @@ class NativeRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers together."""
-        return self._spec.block_bytes
+        """Bytes of one block, all layers together, its window block behind it."""
+        return int(self._loaded().stored_bytes)
 
-    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+    def read_block(self, block: BlockId, out: NDArray[np.uint8], window: WindowId | None = None) -> None:
         """Copy one block to `out`."""
-        self._asked(self._loaded().read_blocks, [block], out)
+        self._asked(self._loaded().read_block, block, _or_none(window), out)
 
-    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+    def write_block(self, block: BlockId, data: NDArray[np.uint8], window: WindowId | None = None) -> None:
         """Put back what `read_block` gave."""
-        self._asked(self._loaded().write_blocks, [block], data)
+        self._asked(self._loaded().write_block, block, _or_none(window), data)
 
-    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+    def discard_blocks(self, blocks: Sequence[BlockId], windows: Sequence[WindowId] = ()) -> None:
         """Give the pages of these blocks back to the system, as far as no other block is on them."""
-        self._asked(self._loaded().discard_blocks, list(blocks))
+        self._asked(self._loaded().discard_blocks, list(blocks), list(windows))
 
     def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
         """A copy of the recurrent state that was saved there."""
@@ -189,11 +204,12 @@ class NativeRunner:
                 s.seq_id,
                 _or_none(s.load),
                 _or_none(s.save),
+                s.windows,
             )
             for s in plan.sequences
         ]
         try:
-            tokens, tops = core.step(sequences, plan.copies, plan.chain, self._logits)
+            tokens, tops = core.step(sequences, plan.copies, plan.window_copies, plan.chain, self._logits)
         except (ValueError, TypeError, RuntimeError) as error:
             raise RunnerError(f"step {plan.step}: {error}", value=plan.step) from error
         except MemoryError as error:
@@ -283,8 +299,8 @@ def _row_bytes(facts: dict[str, Any]) -> int:
     )
 
 
-def _or_none(checkpoint: int | None) -> int:
-    return -1 if checkpoint is None else checkpoint
+def _or_none(place: int | None) -> int:
+    return -1 if place is None else place
 
 
 def _by_token(top: list[tuple[float, int]]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -300,16 +316,26 @@ def _spec(
     memory_bytes: int | None,
     max_step_tokens: int,
     max_batch: int,
+    *,
+    window_blocks: bool,
 ) -> ModelSpec:
     """Facts of a packed model, and how many blocks of KV fit the budget. `ConfigError` when none does.
 
     A quarter of the budget goes to checkpoints, where a model has recurrent state.
     """
-    block_bytes, state_bytes = core.sizes(facts)
+    block_bytes, window_bytes, window, state_bytes = core.sizes(facts)
     step_bytes = max_step_tokens * _row_bytes(facts) + _ROWS * facts["vocab"] * 4 + max_batch * state_bytes
     budget = kv_budget(kv_bytes, memory_bytes, weight_bytes + step_bytes)
     checkpoints = max(1, min(MAX_CHECKPOINTS, budget // 4 // state_bytes)) if state_bytes else 0
-    blocks = min((budget - checkpoints * state_bytes) // block_bytes, 2**31 - 1)
+    left, windows = budget - checkpoints * state_bytes, 0
+    if window_blocks and not state_bytes and 0 < window < facts["context"]:
+        one = -(-window // BLOCK_SIZE) + 3  # what a sequence sees and writes, wherever it stands, and what it copies
+        everybody = max_batch * one + -(-max_step_tokens // BLOCK_SIZE)
+        windows = _windows_in(left, max(block_bytes, BLOCK_SIZE), window_bytes, one, everybody)
+    if not windows:  # all of them lie in the blocks
+        block_bytes, window_bytes, window = block_bytes + window_bytes, 0, 0
+    block_bytes = max(block_bytes, BLOCK_SIZE)  # where all layers have windows
+    blocks = min((left - windows * window_bytes) // block_bytes, 2**31 - 1)
     if blocks < 1:
         needed, what = block_bytes + state_bytes, "and one checkpoint take" if state_bytes else "takes"
         raise ConfigError(
@@ -337,4 +363,18 @@ def _spec(
         recurrent=state_bytes > 0,
         num_checkpoints=checkpoints,
         checkpoint_bytes=state_bytes,
+        window=window,
+        num_windows=windows,
+        window_bytes=window_bytes,
     )
+
+
+def _windows_in(budget: int, block_bytes: int, window_bytes: int, one: int, everybody: int) -> int:
+    """How many window blocks to make of a budget that holds blocks too.
+
+    An eighth of the blocks have one; but there are enough for the windows of `everybody` at once, as far as that leaves
+    an eighth of the budget for what is longer. 0 where it would be too few for `one` sequence.
+    """
+    enough = min(everybody, 7 * (budget // (block_bytes + window_bytes)) // 8)
+    windows = max(budget // (_BLOCKS_A_WINDOW * block_bytes + window_bytes), enough)
+    return min(windows, 2**31 - 1) if windows >= one else 0

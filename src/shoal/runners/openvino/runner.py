@@ -16,7 +16,7 @@ from shoal.runners.openvino.feed import Feed, Wanted
 from shoal.runners.openvino.kv import KVArrays, cache_ports
 from shoal.runners.openvino.loading import PagedSource, best_precision, machine, open_core, read_source
 from shoal.runners.openvino.probe import BLOCKS, is_exact, remembered, warm_up
-from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import BlockId, ModelSpec, SeqId, StepOutput, StepPlan, Want, WindowId
 
 Precision: TypeAlias = Literal["auto", "bf16", "f32"]
 
@@ -152,15 +152,15 @@ class OpenVINORunner:
         """Bytes of one block, all arrays together."""
         return self._arrays.block_bytes
 
-    def read_block(self, block: BlockId, out: NDArray[np.uint8]) -> None:
+    def read_block(self, block: BlockId, out: NDArray[np.uint8], window: WindowId | None = None) -> None:  # noqa: ARG002
         """Copy one block to `out`."""
         self._arrays.read(block, out)
 
-    def write_block(self, block: BlockId, data: NDArray[np.uint8]) -> None:
+    def write_block(self, block: BlockId, data: NDArray[np.uint8], window: WindowId | None = None) -> None:  # noqa: ARG002
         """Put back what `read_block` gave."""
         self._arrays.write(block, data)
 
-    def discard_blocks(self, blocks: Sequence[BlockId]) -> None:
+    def discard_blocks(self, blocks: Sequence[BlockId], windows: Sequence[WindowId] = ()) -> None:
         """Nothing: pages stay, and are written again."""
 
     def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:

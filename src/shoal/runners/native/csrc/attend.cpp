@@ -170,8 +170,10 @@ void Step::walk(const Layer& l, const Batch& batch, int head, int from, int to, 
                 blocks.second = other.second;
             }
         }
+        // A half that no row sees may be anything: it is masked.
         const uint8_t* kv0 = m.kv(blocks.first, l, head);
         const uint8_t* kv1 = blocks.second < 0 ? kv0 : m.kv(blocks.second, l, head);
+        kv0 = kv0 ? kv0 : kv1, kv1 = kv1 ? kv1 : kv0;
         const uint8_t *next0 = nullptr, *next1 = nullptr;
         const int ahead = batch.queries[size_t(to - 1)].position - (span + 1) * kSpan;
         if (ahead >= 0) next0 = m.kv(table(to - 1)[size_t(span) * 2 + 2], l, head);

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -114,7 +115,8 @@ Config config_of(const nb::dict& d) {
 }
 
 void set_runner(Config& c, const nb::dict& d) {
-    c.blocks = get<int>(d, "blocks"), c.checkpoints = get<int>(d, "checkpoints"), c.threads = get<int>(d, "threads");
+    c.blocks = get<int>(d, "blocks"), c.windows = get<int>(d, "windows");
+    c.checkpoints = get<int>(d, "checkpoints"), c.threads = get<int>(d, "threads");
     c.pin = get<bool>(d, "pin"), c.map = get<bool>(d, "map"), c.isa = get<std::string>(d, "isa");
 }
 
@@ -160,27 +162,30 @@ void unpack(const nb::dict& entry, Source packed, int row,
     unpack_row(form, row, out.data());
 }
 
-Plan plan_of(const nb::list& sequences, std::vector<std::pair<int, int>> copies, int chain) {
+using Copies = std::vector<std::pair<int, int>>;
+
+Plan plan_of(const nb::list& sequences, Copies copies, Copies window_copies, int chain) {
     Plan plan;
-    plan.copies = std::move(copies), plan.chain = chain;
+    plan.copies = std::move(copies), plan.window_copies = std::move(window_copies), plan.chain = chain;
     for (nb::handle item : sequences) {
         nb::tuple t = nb::cast<nb::tuple>(item);
-        if (t.size() != 9) throw PlanError("a sequence is (tokens, start, table, want, top, rows, id, load, save)");
+        if (t.size() != 10)
+            throw PlanError("a sequence is (tokens, start, table, want, top, rows, id, load, save, windows)");
         const int want = nb::cast<int>(t[3]);
         if (want < 0 || want > 3) throw PlanError("unknown want");
         plan.sequences.push_back({nb::cast<std::vector<int>>(t[0]), nb::cast<std::vector<int>>(t[2]),
-                                  nb::cast<int>(t[1]), nb::cast<int>(t[4]), nb::cast<int>(t[5]), Want(want),
-                                  nb::cast<int64_t>(t[6]), nb::cast<int>(t[7]), nb::cast<int>(t[8])});
+                                  nb::cast<std::vector<int>>(t[9]), nb::cast<int>(t[1]), nb::cast<int>(t[4]),
+                                  nb::cast<int>(t[5]), Want(want), nb::cast<int64_t>(t[6]), nb::cast<int>(t[7]),
+                                  nb::cast<int>(t[8])});
     }
     return plan;
 }
 
 using Logits = nb::ndarray<float, nb::numpy, nb::c_contig, nb::device::cpu>;
 
-std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, const nb::list& sequences,
-                                                                std::vector<std::pair<int, int>> copies, int chain,
-                                                                Logits logits) {
-    const Plan plan = plan_of(sequences, std::move(copies), chain);
+std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, const nb::list& sequences, Copies copies,
+                                                                Copies window_copies, int chain, Logits logits) {
+    const Plan plan = plan_of(sequences, std::move(copies), std::move(window_copies), chain);
     size_t rows = 0;
     for (const auto& s : plan.sequences) rows += s.want == Want::kLogits ? size_t(std::max(s.rows, 0)) : 0;
     if (logits.ndim() != 2 || logits.shape(0) < rows || logits.shape(1) != size_t(model.config().vocab))
@@ -190,9 +195,8 @@ std::pair<std::vector<std::vector<int>>, std::vector<Top>> step(Model& model, co
     return {std::move(answer.tokens), std::move(answer.tops)};
 }
 
-// What is read or written must have exactly the size of `count` things of `bytes` each.
-void check_size(size_t given, size_t count, size_t bytes) {
-    if (given != count * bytes) throw PlanError("what is read or written does not have the size of its blocks");
+void check_size(size_t given, size_t bytes) {
+    if (given != bytes) throw PlanError("what is read or written does not have the size of its block or state");
 }
 
 }  // namespace
@@ -223,11 +227,14 @@ NB_MODULE(_core, m) {
         "sizes",
         [](const nb::dict& facts) {
             std::vector<Layer> layers;
-            size_t floats = 0;
-            const size_t block = lay_out(config_of(facts), layers, floats);
-            return std::pair<size_t, size_t>(block, floats * sizeof(float));
+            Config c = config_of(facts);
+            c.windows = 1;
+            const Sizes sizes = lay_out(c, layers);
+            return std::make_tuple(sizes.block, sizes.window_block, sizes.window, sizes.state_floats * sizeof(float));
         },
-        "Bytes of a block of KV and of a sequence's recurrent state. FormatError for what the kernels cannot do.");
+        "Bytes of a block of KV and of a window block, the window, and bytes of a sequence's recurrent state. "
+        "FormatError for "
+        "what the kernels cannot do.");
     nb::class_<Model>(m, "Core")
         .def("__init__",
              [](Model* self, const nb::dict& facts, const nb::dict& runner, const std::string& path, size_t start,
@@ -240,31 +247,32 @@ NB_MODULE(_core, m) {
              })
         .def("step", &step)
         .def("release", &Model::release)
-        .def("read_blocks",
-             [](const Model& model, const std::vector<int>& blocks, Bytes out) {
-                 check_size(out.size(), blocks.size(), model.block_bytes());
+        .def("read_block",
+             [](const Model& model, int block, int window, Bytes out) {
+                 check_size(out.size(), model.stored_bytes());
                  nb::gil_scoped_release release;
-                 model.read_blocks(blocks, out.data());
+                 model.read_block(block, window, out.data());
              })
-        .def("write_blocks",
-             [](Model& model, const std::vector<int>& blocks, Source data) {
-                 check_size(data.size(), blocks.size(), model.block_bytes());
+        .def("write_block",
+             [](Model& model, int block, int window, Source data) {
+                 check_size(data.size(), model.stored_bytes());
                  nb::gil_scoped_release release;
-                 model.write_blocks(blocks, data.data());
+                 model.write_block(block, window, data.data());
              })
         .def("discard_blocks", &Model::discard_blocks)
         .def("read_checkpoint",
              [](const Model& model, int checkpoint, Bytes out) {
-                 check_size(out.size(), 1, model.state_bytes());
+                 check_size(out.size(), model.state_bytes());
                  model.read_checkpoint(checkpoint, out.data());
              })
         .def("write_checkpoint",
              [](Model& model, int checkpoint, int tokens, Source data) {
-                 check_size(data.size(), 1, model.state_bytes());
+                 check_size(data.size(), model.state_bytes());
                  model.write_checkpoint(checkpoint, tokens, data.data());
              })
         .def("profile", &Model::profile)
         .def_prop_ro("isa", [](const Model& model) { return std::string(model.kernels().name); })
         .def_prop_ro("threads", &Model::threads)
+        .def_prop_ro("stored_bytes", &Model::stored_bytes)
         .def_prop_ro("active_threads", [](const Model& model) { return model.pool().active(); });
 }

@@ -162,9 +162,17 @@ void load_recurrent(const Loader& load, const std::string& at, Layer& l, int emb
     l.state_norm = load.norm(at, "norm", l.norms, l.mixer == Mixer::kDelta ? l.v_dim : values);
 }
 
+// Whether a layer that keeps KV and all who read it have a window.
+bool seen_by_windows(const Config& c, size_t layer) {
+    bool all = c.layers[layer].window > 0;
+    for (const LayerFacts& l : c.layers)
+        if (l.mixer == Mixer::kAttention && l.kv_layer == int(layer)) all &= l.window > 0;
+    return all;
+}
+
 }  // namespace
 
-size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats) {
+Sizes lay_out(const Config& c, std::vector<Layer>& layers) {
     if (c.embd < kGroup || c.embd > kMostWidth || c.embd % kGroup || c.vocab < 1 || c.vocab > 1 << 24 ||
         c.context < 1 || c.layers.empty() || c.layers.size() > 4096)
         fail("a size of the model is out of range");
@@ -173,8 +181,7 @@ size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats
         fail("the size of per-layer embeddings is out of range");
     for (const Rotary& rotary : c.rotaries)
         if (!std::isfinite(rotary.factor)) fail("a rotary factor is not finite");
-    size_t block = 0;
-    state_floats = 0;
+    Sizes sizes;
     layers.clear();
     for (const LayerFacts& facts : c.layers) {
         Layer l{};
@@ -184,24 +191,27 @@ size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats
         if (l.feed != Feed::kNone) check_feed(l);
         if (l.takes_input && !c.inputs.size) fail("a layer takes an input that the model does not have");
         if (l.recurs()) {
-            l.state_at = state_floats;
+            l.state_at = sizes.state_floats;
             l.convolution.channels = l.mixer == Mixer::kConvolution ? l.v_dim : l.inner() + l.kv_heads * l.dim * 2;
-            state_floats += size_t(l.taps - 1) * l.convolution.channels + size_t(l.heads) * l.dim * l.v_dim;
+            sizes.state_floats += size_t(l.taps - 1) * l.convolution.channels + size_t(l.heads) * l.dim * l.v_dim;
         }
         if (l.attends() && l.kv_layer >= 0) {
             const Layer* of = size_t(l.kv_layer) < layers.size() ? &layers[size_t(l.kv_layer)] : nullptr;
             if (!of || !of->attends() || of->kv_layer >= 0 || of->kv_heads != l.kv_heads || of->dim != l.dim ||
                 of->v_dim != l.v_dim)
                 fail("a layer reads KV that is not there");
-            l.kv_at = of->kv_at, l.head_bytes = of->head_bytes;
+            l.kv_at = of->kv_at, l.head_bytes = of->head_bytes, l.in_window = of->in_window;
         } else if (l.attends()) {
-            l.kv_at = block, l.head_bytes = kv_head_bytes(l.dim, l.v_dim, c.kv_bits);
-            block += l.head_bytes * size_t(l.kv_heads);
+            l.in_window = c.windows && seen_by_windows(c, layers.size());
+            size_t& bytes = l.in_window ? sizes.window_block : sizes.block;
+            l.kv_at = bytes, l.head_bytes = kv_head_bytes(l.dim, l.v_dim, c.kv_bits);
+            bytes += l.head_bytes * size_t(l.kv_heads);
         }
+        if (l.in_window) sizes.window = std::max(sizes.window, l.window);
         layers.push_back(std::move(l));
     }
-    if (block == 0) fail("no layer has attention");
-    return block;
+    if (sizes.block + sizes.window_block == 0) fail("no layer has attention");
+    return sizes;
 }
 
 void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers,

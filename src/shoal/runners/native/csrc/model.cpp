@@ -48,13 +48,16 @@ Pages::~Pages() {
 
 Model::Model(Config config, const Packed& packed) : config_(std::move(config)) {
     const Config& c = config_;
-    block_bytes_ = lay_out(c, layers_, state_floats_);
-    if (c.blocks < 1 || c.threads < 1 || c.checkpoints < 0) throw FormatError("a size of the runner is out of range");
+    sizes_ = lay_out(c, layers_);
+    if (c.blocks < 1 || c.threads < 1 || c.checkpoints < 0 || c.windows < 0 || (c.windows > 0 && !sizes_.window))
+        throw FormatError("a size of the runner is out of range");
     kernels_ = choose_kernels(c.isa);
     weights_ = read_packed(packed, c.threads, c.map);
     load_layers(c, weights_, packed.entries, layers_, ends_);
-    kv_pages_ = Pages(block_bytes_ * size_t(c.blocks));
+    kv_pages_ = Pages(sizes_.block * size_t(c.blocks));
+    window_pages_ = Pages(sizes_.window_block * size_t(c.windows));
     written_.resize(size_t(c.blocks)), claimed_.resize(size_t(c.blocks));
+    window_of_.resize(size_t(c.blocks)), window_written_.resize(size_t(c.windows)), block_of_.resize(size_t(c.windows));
     checkpoints_.resize(size_t(c.checkpoints));
     pool_ = std::make_unique<Pool>(c.threads, c.pin);
 }
@@ -66,29 +69,41 @@ void Model::check_block(int block) const {
         throw PlanError("block " + std::to_string(block) + " of " + std::to_string(config_.blocks));
 }
 
-void Model::read_blocks(const std::vector<int>& blocks, uint8_t* out) const {
-    for (int block : blocks) {
-        check_block(block);
-        if (written_[size_t(block)] != ~uint32_t(0))
-            throw PlanError("block " + std::to_string(block) + " has slots that nothing was written to");
-    }
-    for (size_t i = 0; i < blocks.size(); i++)
-        memcpy(out + i * block_bytes_, kv_pages_.data() + size_t(blocks[i]) * block_bytes_, block_bytes_);
+void Model::check_window(int window) const {
+    if (window < 0 || window >= config_.windows)
+        throw PlanError("window block " + std::to_string(window) + " of " + std::to_string(config_.windows));
 }
 
-void Model::write_blocks(const std::vector<int>& blocks, const uint8_t* data) {
-    for (int block : blocks) check_block(block);
-    for (size_t i = 0; i < blocks.size(); i++) {
-        memcpy(kv_pages_.data() + size_t(blocks[i]) * block_bytes_, data + i * block_bytes_, block_bytes_);
-        written_[size_t(blocks[i])] = ~uint32_t(0);
-    }
+void Model::read_block(int block, int window, uint8_t* out) const {
+    check_block(block);
+    if (config_.windows) check_window(window);
+    if (written_[size_t(block)] != ~uint32_t(0) || (config_.windows && window_written_[size_t(window)] != ~uint32_t(0)))
+        throw PlanError("block " + std::to_string(block) + " has slots that nothing was written to");
+    memcpy(out, kv_pages_.data() + size_t(block) * sizes_.block, sizes_.block);
+    if (config_.windows)
+        memcpy(out + sizes_.block, window_pages_.data() + size_t(window) * sizes_.window_block, sizes_.window_block);
 }
 
-void Model::discard_blocks(const std::vector<int>& blocks) {
+void Model::write_block(int block, int window, const uint8_t* data) {
+    check_block(block);
+    if (window != -1) check_window(window);
+    memcpy(kv_pages_.data() + size_t(block) * sizes_.block, data, sizes_.block);
+    written_[size_t(block)] = ~uint32_t(0);
+    if (window == -1) return;
+    memcpy(window_pages_.data() + size_t(window) * sizes_.window_block, data + sizes_.block, sizes_.window_block);
+    window_written_[size_t(window)] = ~uint32_t(0);
+}
+
+void Model::discard_blocks(const std::vector<int>& blocks, const std::vector<int>& windows) {
     for (int block : blocks) check_block(block);
+    for (int window : windows) check_window(window);
     for (int block : blocks) {
-        kv_pages_.discard(size_t(block) * block_bytes_, block_bytes_);
+        kv_pages_.discard(size_t(block) * sizes_.block, sizes_.block);
         written_[size_t(block)] = 0;
+    }
+    for (int window : windows) {
+        window_pages_.discard(size_t(window) * sizes_.window_block, sizes_.window_block);
+        window_written_[size_t(window)] = 0;
     }
 }
 
@@ -133,7 +148,7 @@ void Model::check_states(const Plan& plan) const {
 
 // Loads come before saves: checkpoints are read here, and written when the pass is done.
 void Model::take_states(const Plan& plan) {
-    const size_t bytes = state_floats_ * sizeof(float);
+    const size_t bytes = state_bytes();
     for (const Sequence& seq : plan.sequences) {
         State& state = states_[seq.id];
         if (!state.memory.size()) state.memory = Pages(bytes);
@@ -146,7 +161,7 @@ void Model::take_states(const Plan& plan) {
 }
 
 void Model::keep_states(const Plan& plan) {
-    const size_t bytes = state_floats_ * sizeof(float);
+    const size_t bytes = state_bytes();
     for (const Sequence& seq : plan.sequences) {
         State& state = states_[seq.id];
         state.seen = seq.start + int(seq.tokens.size()) + plan.chain - 1;
@@ -210,7 +225,41 @@ void Model::check(const Plan& plan) const {
             claimed_[size_t(block)] |= writes;
         }
     }
-    if (state_floats_) check_states(plan);
+    if (config_.windows) check_windows(plan);
+    if (sizes_.state_floats) check_states(plan);
+}
+
+// Where the window blocks of this pass lie goes to `window_of_`. What lies before the first one that a sequence sees is not read.
+void Model::check_windows(const Plan& plan) const {
+    const auto fail = [](const std::string& what) { throw PlanError(what); };
+    std::vector<uint32_t> after;  // as the copies will leave it
+    if (!plan.window_copies.empty()) after = window_written_;
+    for (auto [from, to] : plan.window_copies) {
+        check_window(from), check_window(to);
+        after[size_t(to)] = after[size_t(from)];
+    }
+    const auto& written = plan.window_copies.empty() ? window_written_ : after;
+    std::fill(window_of_.begin(), window_of_.end(), -1);
+    std::fill(block_of_.begin(), block_of_.end(), -1);
+    for (size_t s = 0; s < plan.sequences.size(); s++) {
+        const Sequence& seq = plan.sequences[s];
+        const std::string who = "sequence at place " + std::to_string(s) + ": ";
+        const int end = seq.start + int(seq.tokens.size()) + plan.chain - 1, first = first_seen(seq.start);
+        for (int b = first; b * kBlock < end; b++) {
+            if (size_t(b - first) >= seq.windows.size())
+                fail(who + "its window blocks end before position " + std::to_string(end - 1));
+            const int block = seq.table[size_t(b)], window = seq.windows[size_t(b - first)];
+            check_window(window);
+            int &place = window_of_[size_t(block)], &owner = block_of_[size_t(window)];
+            if ((place >= 0 && place != window) || (owner >= 0 && owner != block))
+                fail(who + "window block " + std::to_string(window) + " is not that of block " + std::to_string(block) +
+                     " alone");
+            place = window, owner = block;
+            const int from = std::min(std::max(seq.start - b * kBlock, 0), kBlock);
+            if (uint32_t((uint64_t(1) << from) - 1) & ~written[size_t(window)])
+                fail(who + "it reads slots of window block " + std::to_string(window) + " that nothing was written to");
+        }
+    }
 }
 
 }  // namespace shoal

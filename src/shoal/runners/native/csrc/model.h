@@ -1,5 +1,6 @@
 // A loaded model, its KV, and what a step is asked to do.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -98,6 +99,7 @@ struct InputFacts {
 
 struct Config {
     int embd = 0, vocab = 0, context = 0, blocks = 0, threads = 0, kv_bits = 16, checkpoints = 0;
+    int windows = 0;                // window blocks; 0: KV of layers with a window lies in the blocks too
     bool pin = false, map = false;  // map: weights stay in the packed file and are paged from there
     InputFacts inputs;
     float embedding_scale = 1, logit_scale = 1, cap = 0;
@@ -153,7 +155,8 @@ struct Layer : LayerFacts {
     Norm q_norm, k_norm, v_norm;
     Matrix q, k, v, gate;
     const float* sinks = nullptr;
-    size_t kv_at = 0, head_bytes = 0;
+    size_t kv_at = 0, head_bytes = 0;  // kv_at: in a block, or where `in_window` is set in its window block
+    bool in_window = false;
     // recurrent: columns [u | z | a | b], u going through the convolution. Delta net: q k v, z, alpha, beta; Mamba: x b c, z, dt;
     // short convolution: x, c, -, b.
     std::vector<Input> inputs;
@@ -181,6 +184,7 @@ struct Layer : LayerFacts {
 enum class Want : int { kNothing = 0, kArgmax = 1, kLogits = 2, kTop = 3 };
 struct Sequence {
     std::vector<int> tokens, table;
+    std::vector<int> windows;  // window blocks of the table's blocks from the first one that position `start` sees
     int start = 0, top = 0,
         rows = 1;  // top: how many kTop wants; rows: of the last tokens, how many give what is wanted
     Want want = Want::kNothing;
@@ -189,7 +193,7 @@ struct Sequence {
 };
 struct Plan {
     std::vector<Sequence> sequences;
-    std::vector<std::pair<int, int>> copies;
+    std::vector<std::pair<int, int>> copies, window_copies;
     int chain = 1;
 };
 
@@ -213,6 +217,13 @@ struct State {
     float* floats() const { return reinterpret_cast<float*>(memory.data()); }
 };
 
+// Bytes of a block of KV and of a window block, which holds what layers with a window keep of the same positions; the largest
+// window of them, 0 where there are none; floats of a sequence's recurrent state.
+struct Sizes {
+    size_t block = 0, window_block = 0, state_floats = 0;
+    int window = 0;
+};
+
 struct Step;  // buffers of one pass, in step.cpp
 
 class Model {
@@ -225,8 +236,12 @@ class Model {
     const Kernels& kernels() const { return *kernels_; }
     const Config& config() const { return config_; }
     int threads() const { return pool_->size(); }
+    // Null for a layer with a window where no sequence of this pass sees the block.
     uint8_t* kv(int block, const Layer& l, int head) const {
-        return kv_pages_.data() + size_t(block) * block_bytes_ + l.kv_at + size_t(head) * l.head_bytes;
+        const size_t at = l.kv_at + size_t(head) * l.head_bytes;
+        if (!l.in_window) return kv_pages_.data() + size_t(block) * sizes_.block + at;
+        const int window = window_of_[size_t(block)];
+        return window < 0 ? nullptr : window_pages_.data() + size_t(window) * sizes_.window_block + at;
     }
     const std::vector<Layer>& layers() const { return layers_; }
     float* state(int64_t id) const { return states_.at(id).floats(); }
@@ -239,39 +254,47 @@ class Model {
     const Ends& ends() const { return ends_; }
     Pool& pool() const { return *pool_; }
 
-    // Blocks and checkpoints as bytes, for those who keep them elsewhere; `out` and `data` hold all of them one after the other.
-    // PlanError for ids out of range and for what nothing was written to. Bytes that come back must be what was read.
-    size_t block_bytes() const { return block_bytes_; }
-    size_t state_bytes() const { return state_floats_ * sizeof(float); }
-    void read_blocks(const std::vector<int>& blocks, uint8_t* out) const;
-    void write_blocks(const std::vector<int>& blocks, const uint8_t* data);
-    void discard_blocks(const std::vector<int>& blocks);
+    // Blocks and checkpoints as bytes, for those who keep them elsewhere: a block and behind it its window block, where there are
+    // such; -1 writes none. PlanError for ids out of range and for what nothing was written to. Bytes that come back must be what
+    // was read.
+    size_t stored_bytes() const { return sizes_.block + (config_.windows ? sizes_.window_block : 0); }
+    size_t state_bytes() const { return sizes_.state_floats * sizeof(float); }
+    void read_block(int block, int window, uint8_t* out) const;
+    void write_block(int block, int window, const uint8_t* data);
+    void discard_blocks(const std::vector<int>& blocks, const std::vector<int>& windows);
     void read_checkpoint(int checkpoint, uint8_t* out) const;
     void write_checkpoint(int checkpoint, int tokens, const uint8_t* data);
     std::vector<std::pair<std::string, double>> profile() const;
 
   private:
     void check(const Plan& plan) const;
+    void check_windows(const Plan& plan) const;
     void check_block(int block) const;
+    void check_window(int window) const;
+    // The first block of a table whose window block position `start` sees.
+    int first_seen(int start) const { return std::max(start - sizes_.window + 1, 0) / kBlock; }
     void check_states(const Plan& plan) const;
     void take_states(const Plan& plan);
     void keep_states(const Plan& plan);
     Config config_;
     const Kernels* kernels_;
-    Pages weights_, kv_pages_;
+    Pages weights_, kv_pages_, window_pages_;
     std::vector<Layer> layers_;
     Ends ends_;
-    size_t block_bytes_ = 0, state_floats_ = 0;
+    Sizes sizes_;
     std::unordered_map<int64_t, State> states_;
     std::vector<State> checkpoints_;                   // seen 0: nothing was saved
     mutable std::vector<uint32_t> written_, claimed_;  // a bit per slot of each block; claimed_ is check()'s scratch
+    std::vector<uint32_t> window_written_;             // the same of window blocks
+    mutable std::vector<int> window_of_,
+        block_of_;  // of each block and each window block in the plan checked last; or -1
     std::unique_ptr<Pool> pool_;
     std::shared_ptr<Step> step_;  // shared: its type is only known in step.cpp
 };
 
-// Bytes of one block of KV, and floats of a sequence's recurrent state; sets the layers' places in them. FormatError for sizes
-// that do not fit the kernels: nothing was read or taken before.
-size_t lay_out(const Config& c, std::vector<Layer>& layers, size_t& state_floats);
+// Sets the layers' places in blocks, window blocks and states. FormatError for sizes that do not fit the kernels: nothing was read
+// or taken before.
+Sizes lay_out(const Config& c, std::vector<Layer>& layers);
 void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers,
                  Ends& ends);
 std::vector<const Kernels*> supported_kernels();        // best first

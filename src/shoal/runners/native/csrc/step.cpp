@@ -443,9 +443,15 @@ Answer Model::run(const Plan& plan, float* logits) {
     check(plan);
     for (auto [from, to] : plan.copies) {
         if (from != to)
-            memcpy(kv_pages_.data() + size_t(to) * block_bytes_, kv_pages_.data() + size_t(from) * block_bytes_,
-                   block_bytes_);
+            memcpy(kv_pages_.data() + size_t(to) * sizes_.block, kv_pages_.data() + size_t(from) * sizes_.block,
+                   sizes_.block);
         written_[size_t(to)] = written_[size_t(from)];
+    }
+    for (auto [from, to] : plan.window_copies) {
+        if (from != to)
+            memcpy(window_pages_.data() + size_t(to) * sizes_.window_block,
+                   window_pages_.data() + size_t(from) * sizes_.window_block, sizes_.window_block);
+        window_written_[size_t(to)] = window_written_[size_t(from)];
     }
     Answer answer;
     auto& tokens = answer.tokens;
@@ -453,7 +459,7 @@ Answer Model::run(const Plan& plan, float* logits) {
         if (seq.want == Want::kArgmax) tokens.emplace_back();
     if (plan.sequences.empty()) return answer;
     if (!step_) step_ = std::make_shared<Step>(*this);
-    if (state_floats_) take_states(plan);
+    if (sizes_.state_floats) take_states(plan);
     Plan now = plan;
     for (int link = 0; link < plan.chain; link++) {
         step_->prepare(now, logits);
@@ -473,10 +479,14 @@ Answer Model::run(const Plan& plan, float* logits) {
             seq.tokens.assign(1, std::max(of[s].back()->token, 0));
         }
     }
-    if (state_floats_) keep_states(plan);
+    if (sizes_.state_floats) keep_states(plan);
     for (const auto& seq : plan.sequences)
-        for (int i = 0; i < int(seq.tokens.size()) + plan.chain - 1; i++)
-            written_[size_t(seq.table[size_t((seq.start + i) / kBlock)])] |= 1u << ((seq.start + i) % kBlock);
+        for (int i = 0; i < int(seq.tokens.size()) + plan.chain - 1; i++) {
+            const int block = (seq.start + i) / kBlock;
+            const uint32_t slot = 1u << ((seq.start + i) % kBlock);
+            written_[size_t(seq.table[size_t(block)])] |= slot;
+            if (config_.windows) window_written_[size_t(seq.windows[size_t(block - first_seen(seq.start))])] |= slot;
+        }
     return answer;
 }
 
