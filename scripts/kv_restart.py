@@ -9,6 +9,7 @@ whether tokens and log-probabilities are those of an engine that never stopped. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import resource
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,19 @@ def turns(engine: Engine, prompts: list[list[int]], history: list[list[int]]) ->
         results.append(engine.complete(Request(prompt_tokens=past, sampling=_SAMPLING)))
         past += results[-1].tokens
     return results
+
+
+@contextlib.contextmanager
+def own_home() -> Iterator[None]:
+    """A SHOAL_HOME that has no KV yet, and the models of the one that was; deleted at the end."""
+    home = tempfile.mkdtemp(prefix="kv-")
+    for name in ("models", "cache"):
+        (Path(home) / name).symlink_to(default_root() / name)
+    os.environ["SHOAL_HOME"] = home
+    try:
+        yield
+    finally:
+        shutil.rmtree(home)
 
 
 def rss_mb() -> float:
@@ -58,14 +73,8 @@ def main() -> int:
     rng = random.Random(11)
     first = [[rng.randrange(1000, 40000) for _ in range(arguments.tokens)] for _ in range(arguments.prompts)]
     second = [[rng.randrange(1000, 40000) for _ in range(50)] for _ in range(arguments.prompts)]
-    home = tempfile.mkdtemp(prefix="kv-restart-")
-    for name in ("models", "cache"):  # the model is where it was; only the KV is apart
-        (Path(home) / name).symlink_to(default_root() / name)
-    os.environ["SHOAL_HOME"] = home
-    try:
+    with own_home():
         return measure(arguments.model, settings, first, second)
-    finally:
-        shutil.rmtree(home)
 
 
 def measure(model: str, settings: dict[str, Any], first: list[list[int]], second: list[list[int]]) -> int:

@@ -198,6 +198,17 @@ nodes:
     run = finished(live, begin(live, text, {}))
     assert run["state"] == "failed"
     assert f"has {MAX_NODES + 1} nodes" in run["note"]
+    text = f"""
+nodes:
+  many: {{map: {[0] * (MAX_NODES - 3)}, task: Go., sampling: {{max_tokens: 900, ignore_eos: true}}}}
+  one: {{reduce: many, task: Join.}}
+"""
+    steps = live.engine.stats().steps
+    run = finished(live, begin(live, text.replace("900", "1"), {}))
+    assert run["state"] == "failed"
+    assert "nodes" in run["note"]
+    assert len(run["together"]["cards"]) == MAX_NODES
+    assert live.engine.stats().steps < steps + 100
     live.wait_idle()
 
 

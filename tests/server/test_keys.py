@@ -43,6 +43,8 @@ CALLS: list[tuple[str, str, Any, str | None]] = [
     ("GET", "/swarmbench/threads/none", None, "history"),
     ("DELETE", "/swarmbench/threads/none", None, "history"),
     ("PATCH", "/swarmbench/runs/none", {"title": "x"}, "history"),
+    ("POST", "/swarmbench/graphs", {"file": "f", "text": "nodes: {a: {task: x}}"}, "generate"),
+    ("POST", "/swarmbench/graphs/runs", {"file": "f", "text": "x"}, "generate"),
     ("POST", "/swarmbench/storage", {"name": "../x"}, "manage"),
     ("DELETE", "/swarmbench/storage/none", None, "manage"),
     ("POST", "/swarmbench/page", {"max_stall_ms": 100}, "manage"),
@@ -86,13 +88,18 @@ def test_a_key_does_not_see_what_anothers_messages_left(live: Live) -> None:
     assert found("master") > 32
 
 
-def test_a_key_does_not_see_what_anothers_swarm_left() -> None:
+@pytest.mark.parametrize("a_graph", [False, True])
+def test_a_key_does_not_see_what_anothers_run_left(a_graph: bool) -> None:
     both = {"a": frozenset({"generate", "history"}), "b": frozenset({"generate", "history"})}
 
+    agent = {"name": "One", "task": "Say one."}
+    swarm = {"question": LONG, "agents": [agent], "max_tokens": 2, "synthesis": False}
+    text = "namespace: {agent: a}\nshared: '{question}'\nnodes: {a: {task: Go., sampling: {max_tokens: 2}}}"
+    graph = {"file": "f", "text": text, "inputs": {"question": LONG}}
+    path, order = ("/swarmbench/graphs/runs", graph) if a_graph else ("/swarmbench/runs", swarm)
+
     def cached(live: Live, key: str) -> int:
-        agent = {"name": "One", "task": "Say one."}
-        order = {"question": LONG, "agents": [agent], "max_tokens": 2, "seed": 1, "synthesis": False}
-        run = live.post("/swarmbench/runs", order, headers=as_(key)).json()["id"]
+        run = live.post(path, {**order, "seed": 1}, headers=as_(key)).json()["id"]
         live.http.get(f"/swarmbench/runs/{run}/events", headers=as_(key))
         told = live.http.get(f"/swarmbench/runs/{run}", headers=as_(key)).json()
         assert told["state"] == "done"

@@ -19,15 +19,12 @@ from shoal.engine.kv.files import KVFiles
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
 from shoal.engine.loop import StepLoop
+from shoal.runners.base import Runner
 from shoal.runners.fake import FakeRunner
-from shoal.runners.native.runner import NativeRunner
 from shoal.types import Event, Namespace, Receipt, Request, Result, SamplingParams
 from tests.support.engines import toy_loop
 
 SIZE = 8
-
-
-BlockRunner = FakeRunner | NativeRunner
 
 
 class Lab:
@@ -41,17 +38,19 @@ class Lab:
         blocks: int = 64,
         files: KVFiles | None = None,
         quota: int = 1 << 20,
-        runner: BlockRunner | None = None,
+        runner: Runner | None = None,
         **settings: object,
     ) -> None:
-        self.runner: BlockRunner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
+        self.runner: Runner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
         self.loop: StepLoop = toy_loop(self.runner, **settings)
+        access = self.runner.access
+        assert access is not None
         if path is not None:
-            files = KVFiles(path, self.runner.identity, {"model": "fake"}, quota)
-        buffers = Buffers(self.runner.block_bytes, 1 << 16 if host is None else 0)
+            files = KVFiles(path, access.identity, {"model": "fake"}, quota)
+        buffers = Buffers(access.block_bytes, 1 << 16 if host is None else 0)
         self.disk = DiskTier(files, buffers) if files is not None else None
         kept = HostTier(host) if host is not None else None
-        self.tiers = Tiering(self.loop.scheduler, self.runner, kept, self.disk, buffers)
+        self.tiers = Tiering(self.loop.scheduler, access, kept, self.disk, buffers)
         self.loop.tiering = self.tiers
         self.idle_steps = 0  # that computed nothing while somebody ran
 
@@ -131,32 +130,39 @@ def alone(prompt: Sequence[int], max_tokens: int = 4, **runner: object) -> tuple
 class BadFiles(KVFiles):
     """A directory whose disk is full, slow, stuck or gone, as it is told.
 
-    `error` is raised by every write and read; `slow_s` is slept in each; while `stuck` is set, nothing returns.
+    `error` is raised by every write and read; `slow_s` is slept in each, and the time that its bytes take at `rate`
+    bytes a second; while `stuck` is set, nothing returns. `threads` are those that waited for it.
     """
 
     error: OSError | None = None
     slow_s = 0.0
+    rate = float("inf")
 
     def __init__(self, path: Path, identity: str, quota: int = 1 << 20) -> None:
         super().__init__(path, identity, {"model": "fake"}, quota)
         self.stuck = threading.Event()
         self.freed = threading.Event()
         self.asked = 0
+        self.threads: set[int] = set()
 
     def free(self) -> None:
         self.stuck.clear()
         self.freed.set()
 
     def write(self, digest: Digest, data: NDArray[np.uint8]) -> None:
-        self._suffer()
+        self._suffer(data.nbytes)
         super().write(digest, data)
 
     def read(self, digest: Digest, buffers: Buffers) -> NDArray[np.uint8] | None:
-        self._suffer()
-        return super().read(digest, buffers)
+        self._suffer(0)
+        data = super().read(digest, buffers)
+        time.sleep((0 if data is None else data.nbytes) / self.rate)
+        return data
 
-    def _suffer(self) -> None:
+    def _suffer(self, size: int) -> None:
         self.asked += 1
+        self.threads.add(threading.get_ident())
+        time.sleep(size / self.rate)
         if self.stuck.is_set():
             self.freed.wait(60.0)
         time.sleep(self.slow_s)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from shoal.errors import ModelNotFoundError
 from shoal.runners.native.runner import KvPrecision, NativeRunner
 from shoal.types import Result, SamplingParams
 from tests.support.native_tiny import isas, open_tiny, tiny_native
-from tests.support.tiers import Lab
+from tests.support.runners import real_runner
+from tests.support.tiers import BadFiles, Lab
 from tests.support.tiny_models import write_model
 
 KINDS: list[tuple[str, KvPrecision]] = [
@@ -81,6 +85,56 @@ def test_memory_that_is_given_back_is_not_read(tmp_path: Path) -> None:
     runner.discard_blocks(lab.loop.scheduler.kv.pool.free_blocks)
     (again,) = answers(lab, [prompt])
     assert (again.tokens, again.receipt.cached_tokens) == (first.tokens, 0)
+    runner.close()
+
+
+def ten_megabytes_a_second(files: BadFiles) -> None:
+    files.rate = 10e6
+
+
+def gone(files: BadFiles) -> None:
+    files.path = Path("/nowhere/at/all")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("suffer", [ten_megabytes_a_second, gone])
+def test_real_streams_get_a_token_in_every_step_whatever_the_disk_does(
+    tmp_path: Path, suffer: Callable[[BadFiles], None]
+) -> None:
+    """On the default model, whose blocks take many steps to come from such a disk. Steps are counted, not timed."""
+    try:
+        runner = real_runner("native", kv_memory="64MiB")
+    except ModelNotFoundError as error:
+        pytest.skip(f"no model: {error}")
+    assert isinstance(runner, NativeRunner)
+    rng = random.Random(8)
+    prompts = [[rng.randrange(1000, 40000) for _ in range(200)] for _ in range(3)]
+    before = Lab(tmp_path, quota=1 << 30, runner=runner)
+    expected = [before.ask(prompt)[0] for prompt in prompts]
+    before.loop.drop_kv()
+    files = BadFiles(tmp_path, runner.identity, 1 << 30)
+    lab = Lab(files=files, runner=runner, speculation=False)  # one token a step
+    assert lab.disk is not None
+    lab.disk.wait_scanned(10.0)
+    suffer(files)  # now that it is known what should be there
+    stream, _ = lab.add([*range(1000, 1040)], 100)
+    while not stream.seq.decoding:
+        lab.step()
+    late = []
+    for count in range(80):
+        if count in (0, 25, 50):
+            late.append(lab.add(prompts[count // 25], 4)[1])
+        written = len(stream.seq.tokens)
+        lab.step()
+        assert len(stream.seq.tokens) > written, "a stream waits for the disk"
+    lab.drain()
+    assert files.asked, "the disk was not used at all"
+    assert threading.get_ident() not in files.threads, "the thread that steps was in a call to the disk"
+    assert [told[-1].result.tokens for told in late if told[-1].result is not None] == expected
+    if suffer is ten_megabytes_a_second:
+        assert lab.tiers.stats().restored_disk_blocks > 0, "nothing came from a disk that is slow and right"
+    lab.close()
+    before.close()
     runner.close()
 
 

@@ -86,26 +86,27 @@ class GraphCards(CardedRun):
         """The places of the cards whose texts are what the graph is for."""
         nodes = [] if self._run is None else [self._run.nodes[name] for name in self._run.finals]
         parts = [part for node in nodes if self._run is not None for part in self._run.members(node)]
-        return [self.cards.index(self._card_of[part.id]) for part in parts]
+        return [self.cards.index(self._card_of[part.id]) for part in parts if part.id in self._card_of]
 
     def abort(self, only: Card | None = None) -> None:
         """End all nodes, or one; requests end at the next token boundary."""
         run = self._run
-        for card in self.cards:
-            if card.finished or (only is not None and card is not only):
-                continue
-            if run is None or card not in self._node_of:
-                card.state = CardState.ABORTED
-            elif only is None:
-                run.cancel(self._node_of[card])
-            else:
+        for card in self.cards if only is None else [only]:
+            if not card.finished and (run is None or card not in self._node_of):
+                card.state = CardState.ABORTED  # it has not begun: it is discarded when it would
+            elif not card.finished and run is not None and only is not None:
                 self._stopped.add(card)
                 run.discard(self._node_of[card])
+        if run is not None and only is None:
+            for node in list(run.open):
+                run.cancel(node)
         self._news.set()
 
     def card(self, request: Request) -> Card:
-        """As `CardedRun.card`; its node may be new."""
+        """As `CardedRun.card`; its node may be new. Raises the refusal of a run that has grown too large."""
         self._look_around()
+        if self._refusal is not None:
+            raise self._refusal
         return super().card(request)
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -124,11 +125,11 @@ class GraphCards(CardedRun):
         self._enter(self._card_of.get(node.id) or self._add(shown_node(node)), node)
 
     def _look_around(self) -> None:
-        """Give nodes that rules have added their cards, and end a run that grows too large."""
+        """Give nodes that rules have added their cards, as many as there may be; a run that has more is ended."""
         run = self._run
         if run is None or len(run.nodes) == len(self._node_of):
             return
-        for node in list(run.nodes.values())[len(self._node_of) :]:
+        for node in list(run.nodes.values())[len(self._node_of) : MAX_NODES]:
             self._meet(node)
         if len(run.nodes) > MAX_NODES and self._refusal is None:
             self.refuse(_too_many(len(run.nodes)))

@@ -117,7 +117,9 @@ class KVCacheManager:
         self.tree.evict(wanted - self.pool.num_free)
         blocks = [self.pool.take() for _ in range(max(0, min(wanted, self.pool.num_free)))]
         whole = [*path, *blocks]
+        known = self.tree.recomputed
         self.tree.insert(tokens[: len(whole) * size], whole, namespace)
+        self.tree.recomputed = known  # brought back, not computed again
         checkpoint = None
         if state and self.checkpoints is not None and whole and len(blocks) == missing:
             checkpoint = self.checkpoints.reserve(self.pool)

@@ -100,7 +100,7 @@ class Gate:
 def scope_of(method: str, path: str) -> str | None:
     """What a key must be allowed to for a call; None for what any key may: looking at models, states and counters."""
     parts = path.strip("/").split("/")
-    if parts[0] == "swarmbench" and parts[1:2] in (["runs"], ["threads"]):
+    if parts[0] == "swarmbench" and parts[1:2] in (["runs"], ["threads"], ["graphs"]):
         return "generate" if method == "POST" else "history"
     if parts == ["v1", "events"]:  # what others have asked is in it
         return "manage"
