@@ -19,15 +19,18 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from fastapi.testclient import TestClient
 
 import shoal.engine.engine
+from shoal.agents import Agent, Graph, GraphResult, State
 from shoal.cluster.door import door_mounts, hub_of, load_replica
 from shoal.cluster.equal import hold_answers
 from shoal.cluster.faults import run_fault
 from shoal.cluster.local import LocalCluster
 from shoal.engine.aio import AsyncEngine
+from shoal.engine.remote import RemoteEngine
 from shoal.errors import ReplicaLostError
 from shoal.server.app import create_app
 from shoal.server.config import ServerConfig
 from shoal.types import FinishReason, Request, Result, SamplingParams
+from tests.support.live import Live
 
 SETTINGS = {"max_batch": 4, "step_s": 0.01}
 
@@ -164,6 +167,28 @@ def test_a_graphs_engine_may_be_a_cluster(cluster: Cluster) -> None:
     results = asyncio.run(run())
     assert min(r.cached_tokens for r in results) > 400
     assert {r.error for r in results} == {None}
+
+
+def test_a_graph_over_http_computes_its_trunk_once_on_each_replica_that_needs_it(cluster: Cluster) -> None:
+    """Twelve agents at once before a door that knows nothing of their trunk; replicas take four each."""
+    short = SamplingParams(max_tokens=8, ignore_eos=True)
+    trunk = "Rules that every agent of this graph reads before its own task. " * 16
+    graph = Graph(trunk)
+    parts = graph.map(Agent("w", task="Write {item}", sampling=short), over=range(12))
+    graph.add(Agent("end", task="End", sampling=short), after=parts)
+
+    async def run(url: str) -> GraphResult:
+        async with RemoteEngine(f"{url}/v1") as engine:
+            return await graph.run(engine)
+
+    with Live(cluster.open()) as live:
+        before = live.engine.stats().computed_tokens
+        result = asyncio.run(run(live.url))
+        computed = live.engine.stats().computed_tokens - before
+    assert set(result.states.values()) == {State.DONE}
+    prompts = sum(record["prompt_tokens"] for record in result.records if record["kind"] == "attempt")
+    assert prompts > 12 * len(trunk)
+    assert computed < 2 * len(trunk) + (prompts - 13 * len(trunk)) + 13 * (8 + 2 * cluster.spec.block_size)
 
 
 def test_the_page_says_which_replica_an_agent_ran_on(cluster: Cluster, tmp_path: Path) -> None:

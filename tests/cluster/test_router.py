@@ -146,6 +146,10 @@ def test_the_unusable_and_the_excluded_get_nothing() -> None:
     to.remove("a")
     to.remove("b")
     assert to.route(hashes(PROMPT), 21, 0.0) is None
+    full = router(*(f"r{n}" for n in range(8)))  # as many as there is room for at first
+    for n in range(100):
+        assert full.route(hashes(PROMPT), 21, 0.0, without=set(full.replicas)) is None
+        assert _end(full, route(full, PROMPT[:3], without={f"r{n % 8}"})).replica != f"r{n % 8}"
 
 
 def test_a_replica_that_takes_the_place_of_another_inherits_nothing() -> None:
@@ -185,6 +189,20 @@ def test_depths_are_what_looking_at_every_block_gives(seed: int) -> None:
             depth = next((i for i, value in enumerate(wanted) if value not in blocks), len(wanted))
             assert found.get(slot, 0) == depth, step
             assert index.count(slot) == len(blocks)
+
+
+def test_what_comes_and_goes_for_ever_leaves_nothing_behind() -> None:
+    index = HeldIndex(10_000)
+    for wave in range(400):
+        index.add(3, range(100 * wave, 100 * wave + 100))
+        index.remove(3, range(100 * wave, 100 * wave + 60))
+        index.add(3, range(100 * wave, 100 * wave + 10))
+        index.remove(3, range(100 * wave, 100 * wave + 99))
+    assert index.count(3) == len(index) == 400
+    assert len(index._came[3]) < 2 * 400 + 2000
+    index.add(4, range(39_990, 40_000))
+    index.clear(3)
+    assert (index.count(3), index.count(4), len(index)) == (0, 10, 10)
 
 
 def test_the_index_is_bounded_and_promises_end() -> None:

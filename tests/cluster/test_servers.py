@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
-from shoal.cluster.links import ServerLink
+from shoal.cluster.links import ServerLink, read_batch
 from shoal.core.request import RequestSpec
 from shoal.engine.inflight import NOTHING
 from shoal.errors import InvalidRequestError
@@ -144,3 +144,12 @@ def test_what_a_server_cannot_be_asked_is_refused_by_name(recorded: Recorded) ->
     with pytest.raises(InvalidRequestError, match="logprobs"):
         asyncio.run(ask(recorded, spec(logprobs=1)))
     assert recorded.bodies == []
+
+
+@pytest.mark.parametrize("value", [-1, 2**64, "a5"])
+def test_hashes_of_another_kind_are_no_batch(value: Any) -> None:
+    """They are logged, and the router goes on with what it knows (`follow`)."""
+    removed = {"type": "BlockRemoved", "block_hashes": [1, value]}
+    with pytest.raises((ValueError, TypeError)):
+        read_batch(1, {"ts": 0.0, "events": [removed]})
+    assert read_batch(1, {"ts": 0.0, "events": [{**removed, "block_hashes": [2**64 - 1]}]}).changes

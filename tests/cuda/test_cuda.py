@@ -1,46 +1,37 @@
-"""The CUDA runner on tiny decoders: on Triton's interpreter where there is no GPU. Needs the extra `cuda`."""
+"""The CUDA runner on tiny decoders, against the numpy oracle and against itself. Needs the extra `cuda`."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra `cuda` is not installed")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton", reason="the extra `cuda` is not installed")
+from tests.cuda.runners import runner, seq, torch  # isort: skip - first, it tells Triton where to run
 
-from shoal.models import oracle  # noqa: E402
-from shoal.models.decoder import Decoder  # noqa: E402
-from shoal.runners.cuda.backend import load_decoder  # noqa: E402
-from shoal.runners.plan import ScheduledSequence, StepPlan, Want  # noqa: E402
-from tests.cuda.interpreter import mend_dot  # noqa: E402
-from tests.cuda.tiny import prompts, tiny_decoder  # noqa: E402
+from shoal.errors import RunnerError
+from shoal.models import oracle
+from shoal.runners.plan import StepPlan, Want
+from tests.cuda.tiny import prompts
 
-SMALL: dict[str, Any] = {"layers": 1, "width": 64, "vocab": 70, "heads": 2, "kv_heads": 1, "ff": 64}
-FORMS: list[dict[str, Any]] = [
-    {},
-    {"kind": "Q4_0", "bias": True, "sinks": True, "window": 20, "soft_cap": 20.0, "post_norms": True, "qk_norm": False},
-]
-
-
-def runner(**form: Any) -> tuple[Decoder, Any]:
-    if not torch.cuda.is_available():
-        mend_dot()
-    decoder = tiny_decoder(**SMALL, **form)
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    return decoder, load_decoder(decoder, device, kv_bytes=1 << 20, memory_bytes=None, max_batch=2, max_step_tokens=48)
-
-
-def seq(seq_id: int, tokens: tuple[int, ...], start: int, table: range, want: Want = Want.LOGITS) -> ScheduledSequence:
-    return ScheduledSequence(seq_id, tokens, start, tuple(table), want)
+EVERYTHING: dict[str, Any] = {"bias": True, "sinks": True, "window": 20, "soft_cap": 20.0, "post_norms": True}
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "everything": {"kind": "Q4_0", "qk_norm": False, **EVERYTHING},
+    "KV in 8 bits": {"eight": True, **EVERYTHING},
+    "three heads a KV head": {"heads": 3},
+    "experts": {"mixture": {"experts": 6, "used": 2}},
+    "experts, shared": {"kind": "Q8_0", "mixture": {"experts": 5, "used": 3, "shared": True, "gated": True}},
+    "experts, sigmoid": {"mixture": {"experts": 4, "used": 2, "scoring": "sigmoid", "selection": True, "scale": 1.5}},
+    "experts, gpt-oss": {
+        **{"bias": True, "sinks": True, "qk_norm": False},
+        "mixture": {"experts": 4, "used": 2, "scoring": "chosen", "normalise": False, "activation": "swiglu_clipped"},
+    },
+}
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-@pytest.mark.parametrize("form", FORMS, ids=["bf16", "everything"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_prefill_agrees_with_the_oracle_and_with_itself_in_chunks_and_token_by_token(form: dict[str, Any]) -> None:
     decoder, made = runner(**form)
     prompt = prompts(1, [40], 70)[0]
@@ -51,4 +42,23 @@ def test_prefill_agrees_with_the_oracle_and_with_itself_in_chunks_and_token_by_t
     for at in (38, 39):
         decoded = made.execute(StepPlan(3, (seq(2, prompt[at : at + 1], at, range(2, 4)),))).logits[0]
     assert np.array_equal(whole, decoded)
+    made.close()
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+def test_out_of_memory_is_an_error_by_name_and_what_comes_after_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = runner()
+    prompt = prompts(1, [40], 70)[0]
+    whole = made.execute(StepPlan(1, (seq(1, prompt, 0, range(2)),))).logits[0].copy()
+    made.execute(StepPlan(2, (seq(2, prompt[:20], 0, range(2, 3), Want.NOTHING),)))
+    with monkeypatch.context() as patched:
+
+        def fails(_: object) -> None:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+        patched.setattr(made._step, "run", fails)
+        with pytest.raises(RunnerError, match="out of device memory"):
+            made.execute(StepPlan(3, (seq(2, prompt[20:], 20, range(2, 4)),)))
+    again = made.execute(StepPlan(4, (seq(2, prompt[20:], 20, range(2, 4)),))).logits[0]
+    assert np.array_equal(whole, again)
     made.close()

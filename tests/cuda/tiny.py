@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.models.decoder import Attention, Decoder, Dense, Layer, Linear, Norm, Rotary, Weight
+from shoal.models.decoder import Attention, Decoder, Dense, Layer, Linear, Mixture, Norm, Rotary, Weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +73,9 @@ def tiny_decoder(
     kv_heads: int = 2,
     dim: int = 64,
     ff: int = 512,
+    mixture: Mapping[str, Any] | None = None,
 ) -> Decoder:
-    """Of the qwen3 kind, with what else is asked for."""
+    """Of the qwen3 kind, with what else is asked for. `mixture`: fields of `Mixture`; "shared", "gated" are bools."""
     rng = np.random.default_rng(seed)
 
     def matrix(name: str, n: int, k: int, form: str = kind) -> Weight:
@@ -92,6 +94,43 @@ def tiny_decoder(
 
     def linear(name: str, n: int, k: int) -> Linear:
         return Linear(matrix(name, n, k), vector(f"{name}.bias", n, 0.0) if bias else None)
+
+    def dense(name: str) -> Dense:
+        gate, up = Linear(matrix(f"{name}gate", ff, width)), Linear(matrix(f"{name}up", ff, width))
+        return Dense(ff, "silu", gate, up, Linear(matrix(f"{name}down", width, ff)))
+
+    def experts(name: str, count: int, n: int, k: int) -> Linear:
+        flat = matrix(name, count * n, k)
+        weight = Weight(Stored(name, kind, (count, n, k), flat.tensor.data), (count, n, k))
+        biases = vector(f"{name}.bias", count * n, 0.0).values().reshape(count, n)
+        stored = Stored(f"{name}.bias", "F32", (count, n), biases.reshape(-1).view(np.uint8))
+        return Linear(weight, Weight(stored, (count, n), axis=-1) if bias else None)
+
+    def mixed(name: str) -> Mixture:
+        how = dict(mixture or {})
+        count, used, shared, gated = (
+            how.pop("experts"),
+            how.pop("used"),
+            how.pop("shared", False),
+            how.pop("gated", False),
+        )
+        if how.pop("selection", False):
+            how["selection_bias"] = vector(f"{name}selection", count, 0.0, 0.3)
+        return Mixture(
+            count,
+            used,
+            ff,
+            how.pop("activation", "silu"),
+            how.pop("scoring", "softmax"),
+            Linear(matrix(f"{name}router", count, width, "BF16"), vector(f"{name}rb", count, 0.0) if bias else None),
+            experts(f"{name}gate", count, ff, width),
+            experts(f"{name}up", count, ff, width),
+            experts(f"{name}down", count, width, ff),
+            how.pop("normalise", True),
+            shared=dense(f"{name}shared.") if shared else None,
+            shared_gate=Linear(matrix(f"{name}sg", 1, width, "BF16")) if gated else None,
+            **how,
+        )
 
     rotary = Rotary(tuple(float(f) for f in 10000.0 ** (-np.arange(dim // 2) / (dim // 2))))
     made = []
@@ -113,15 +152,9 @@ def tiny_decoder(
             sinks=vector(f"{i}.sinks", heads, 0.0, 1.0) if sinks else None,
             soft_cap=soft_cap,
         )
-        dense = Dense(
-            ff,
-            "silu",
-            Linear(matrix(f"{i}.gate", ff, width)),
-            Linear(matrix(f"{i}.up", ff, width)),
-            Linear(matrix(f"{i}.down", width, ff)),
-        )
         post = norm(f"{i}.post", width) if post_norms else None
-        made.append(Layer(attention, dense, norm(f"{i}.n1", width), post, norm(f"{i}.n2", width), post))
+        feed = dense(f"{i}.") if mixture is None else mixed(f"{i}.")
+        made.append(Layer(attention, feed, norm(f"{i}.n1", width), post, norm(f"{i}.n2", width), post))
     embedding = matrix("embedding", vocab, width, "BF16")
     return Decoder("tiny", "qwen3", width, vocab, 1024, embedding, tuple(made), norm("final", width), Linear(embedding))
 

@@ -178,7 +178,7 @@ def test_keys_with_outlying_elements_keep_their_bits_and_fit_eight(
 
     monkeypatch.setattr(Tiny, "norm", outlying)
     after, codes = rows("after", "bf16"), rows("after", "u8")
-    monkeypatch.setattr(describe, "_balances", lambda _: {})
+    monkeypatch.setattr(describe, "balances", lambda _: {})
     before, coarse = rows("before", "bf16"), rows("before", "u8")
     assert np.array_equal(before, after)
     assert oracle.mean_kl(before, codes) < 0.4 * oracle.mean_kl(before, coarse)

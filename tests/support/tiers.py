@@ -19,15 +19,12 @@ from shoal.engine.kv.files import KVFiles
 from shoal.engine.kv.host import HostTier
 from shoal.engine.kv.tiering import Tiering
 from shoal.engine.loop import StepLoop
+from shoal.runners.base import Runner
 from shoal.runners.fake import FakeRunner
-from shoal.runners.native.runner import NativeRunner
 from shoal.types import Event, Namespace, Receipt, Request, Result, SamplingParams
 from tests.support.engines import toy_loop
 
 SIZE = 8
-
-
-BlockRunner = FakeRunner | NativeRunner
 
 
 class Lab:
@@ -41,17 +38,19 @@ class Lab:
         blocks: int = 64,
         files: KVFiles | None = None,
         quota: int = 1 << 20,
-        runner: BlockRunner | None = None,
+        runner: Runner | None = None,
         **settings: object,
     ) -> None:
-        self.runner: BlockRunner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
+        self.runner: Runner = runner or FakeRunner(num_blocks=blocks, block_size=SIZE, keep_plans=True)
         self.loop: StepLoop = toy_loop(self.runner, **settings)
+        access = self.runner.access
+        assert access is not None
         if path is not None:
-            files = KVFiles(path, self.runner.identity, {"model": "fake"}, quota)
-        buffers = Buffers(self.runner.block_bytes, 1 << 16 if host is None else 0)
+            files = KVFiles(path, access.identity, {"model": "fake"}, quota)
+        buffers = Buffers(access.block_bytes, 1 << 16 if host is None else 0)
         self.disk = DiskTier(files, buffers) if files is not None else None
         kept = HostTier(host) if host is not None else None
-        self.tiers = Tiering(self.loop.scheduler, self.runner, kept, self.disk, buffers)
+        self.tiers = Tiering(self.loop.scheduler, access, kept, self.disk, buffers)
         self.loop.tiering = self.tiers
         self.idle_steps = 0  # that computed nothing while somebody ran
 

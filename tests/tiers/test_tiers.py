@@ -290,7 +290,7 @@ def test_what_may_be_wrong_is_kept_nowhere(tmp_path: Path, late: bool) -> None:
         for _ in range(20):
             first.step()
         first.settle()
-        first.runner.nan_for.add(state.seq.seq_id)  # type: ignore[union-attr]
+        first.runner.nan_for.add(state.seq.seq_id)  # type: ignore[attr-defined]
         first.drain()
         assert events[-1].result is not None
         assert events[-1].result.error is not None
@@ -298,7 +298,7 @@ def test_what_may_be_wrong_is_kept_nowhere(tmp_path: Path, late: bool) -> None:
     second = Lab(tmp_path, host=1 << 20)
     if late:
         state, events = second.add(PROMPT, 4)
-        second.runner.nan_for.add(state.seq.seq_id)  # type: ignore[union-attr]
+        second.runner.nan_for.add(state.seq.seq_id)  # type: ignore[attr-defined]
         second.drain()
         assert events[-1].result is not None
         assert events[-1].result.error is not None

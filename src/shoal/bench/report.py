@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ PAGE = "benchmarks.md"
 _SOURCE = "<!-- Made by `shoal bench report {path}` ({digest}). Do not edit. -->"
 
 
-def markdown(results: Results, path: str) -> str:
-    """The whole page; `path` is how it names the result."""
+def markdown(results: Results, path: str, others: Sequence[Results] = ()) -> str:
+    """The whole page; `path` is how it names the result. `others`: what else was measured, its tables at the end."""
     parts = [
         _SOURCE.format(path=path, digest=results.digest),
         "# Benchmarks",
@@ -30,8 +31,22 @@ def markdown(results: Results, path: str) -> str:
         _method(results),
         "## Configurations",
         _configurations(results),
+        *(part for other in others for part in _other(other)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _other(results: Results) -> list[str]:
+    """Another result's tables, a level deeper, without plots."""
+    told = results.document
+    return [
+        f"## Also measured: {tables.subject(results)}",
+        f"```sh\n{told['command']}\n```",
+        _machine(told["machine"]),
+        tables.said_pairs(results),
+        *(re.sub("^## ", "### ", part) for part in _sections(results) if not part.startswith("![")),
+        _configurations(results),
+    ]
 
 
 def measured(results: Results) -> str:
@@ -55,7 +70,7 @@ def _sections(results: Results) -> list[str]:
     ]
 
 
-def write(path: Path, out: Path, name: str | None = None) -> list[Path]:
+def write(path: Path, out: Path, name: str | None = None, others: Sequence[Results] = ()) -> list[Path]:
     """Write the page and its plots into the folder `out`, from the result at `path`, which the page calls `name`.
 
     Gives the files written. Raises `BenchmarkError` for a file that is no result.
@@ -70,7 +85,7 @@ def write(path: Path, out: Path, name: str | None = None) -> list[Path]:
             written.append(target)
         else:
             target.unlink(missing_ok=True)
-    (out / PAGE).write_text(markdown(results, name or str(path)), "utf-8")
+    (out / PAGE).write_text(markdown(results, name or str(path), others), "utf-8")
     return [*written, out / PAGE]
 
 

@@ -90,7 +90,11 @@ def run_suite(
             "quick": options.quick,
             "took_s": time.perf_counter() - begin,
             "machine": machine,
-            "model": {"name": files.name, "random_weights": bool(options.shape), **_describe_file(files.path)},
+            "model": {
+                "name": f"{options.shape} in {options.format}" if options.shape else files.name,
+                "random_weights": bool(options.shape),
+                **_describe_file(files.path),
+            },
             "gate": gate.to_json(),
             "rounds": asdict(options.rounds),
             "systems": {s.key: _system(s, sources[s], harness, fidelity) for s in sources},

@@ -392,8 +392,8 @@ def equality(results: Results) -> str:
     return said + "\n\n" + table(["", "against", "equal outputs", "tokens until they part, mean"], rows)
 
 
-def readme(results: Results) -> str:
-    """The scoreboard in one short table."""
+def readme(results: Results, others: Sequence[Results] = ()) -> str:
+    """The scoreboard in one short table, and what `others` say of the peers in a sentence each."""
     levels = {level["level"]: level for level in results.levels("scaling")}
     rush, trunk = results.level("burst", "16"), results.level("fanout", "1000")
     head = [
@@ -412,26 +412,47 @@ def readme(results: Results) -> str:
         walls = [short(figure(level, key, "wall_s")) for level in (rush, trunk)]
         measured = [*(levels.get(name) for name in ("1", "8", "32")), rush, trunk]
         rows.append([marked(results, key, measured), *rates, *walls, _fidelity(results, key)[0]])
-    machine = results.document["machine"]
-    said = f"{machine['threads']} cores of {machine['cpu']}, {results.document['model']['name']}, one run, medians. "
+    said = f"{subject(results)}, one run, medians. "
     said += "[All figures, ceilings and plots](docs/benchmarks.md)."
-    ratios = "" if rush is None else _said_pairs(results, rush)
     if any(level.get("relative") for level in results.document["levels"]):
         said = "~: others used the machine meanwhile; systems ran in turns, so that ratios hold. " + said
     if results.document["quick"]:
         said = "A quick run, whose figures say nothing. " + said
-    return "\n\n".join(part for part in (table(head, rows), ratios, said) if part)
+    also = "\n".join(f"- {subject(other)}: {said_pairs(other)}" for other in others)
+    return "\n\n".join(part for part in (also, table(head, rows), said_pairs(results), said) if part)
 
 
-def _said_pairs(results: Results, level: Level) -> str:
-    """The burst against each peer in a sentence."""
+def subject(results: Results) -> str:
+    """Machine and model, in words."""
+    machine, model = results.document["machine"], results.document["model"]
+    random = ", random weights" if model.get("random_weights") else ""
+    return f"{machine['threads']} cores of {machine['cpu']}, {model['name']}{random}"
+
+
+def said_pairs(results: Results) -> str:
+    """What the pairs of runs say of each peer, in a sentence: decoding by streams, prefill, the burst."""
+    levels = [level for level in results.levels("scaling") if "pairs" in level]
+    streams = [level for level in levels if level["level"].isdigit()]
+    rush = results.level("burst", "16")
     parts = []
-    for key, told in level.get("pairs", {}).items():
-        if not key.startswith("shoal") and "wall_s" in told:
-            found = told["wall_s"]
-            interval = f"{found['low']:.2f} to {found['high']:.2f}, {found['pairs']:.0f} pairs"
-            parts.append(f"{found['ratio']:.2f} of the time of {results.label(key)} ({interval})")
-    return f"The burst takes shoal {'; '.join(parts)}." if parts else ""
+    for key in dict.fromkeys(key for level in (*levels, *([rush] if rush else [])) for key in level.get("pairs", {})):
+        if key.startswith("shoal"):
+            continue
+        said = []
+        rates = {level["level"]: level["pairs"].get(key, {}).get("decode_tokens_per_s") for level in streams}
+        if found := {name: rate for name, rate in rates.items() if rate}:
+            times = " / ".join(f"{rate['ratio']:.1f}" for rate in found.values())
+            said.append(f"decoding {times} times as fast at {' / '.join(found)} streams")
+        prefill = next((level["pairs"].get(key) for level in levels if level["level"] == "prefill"), None)
+        if prefill and "prefill_tokens_per_s" in prefill:
+            said.append(f"prefill {prefill['prefill_tokens_per_s']['ratio']:.1f} times")
+        if rush and "wall_s" in rush.get("pairs", {}).get(key, {}):
+            wall = rush["pairs"][key]["wall_s"]
+            interval = f"{wall['low']:.2f} to {wall['high']:.2f}, {wall['pairs']:.0f} pairs"
+            said.append(f"the burst of 16 in {wall['ratio']:.2f} of the time ({interval})")
+        if said:
+            parts.append(f"{results.label(key)}: {', '.join(said)}")
+    return f"shoal against {'; against '.join(parts)}." if parts else ""
 
 
 def precisions(results: Results) -> str:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shoal.cluster.local import LocalCluster
-from shoal.cluster.simulate import Machine, Simulation, policies
+from shoal.cluster.simulate import Machine, Simulation
 from shoal.cluster.traffic import TenantCalls
 from shoal.types import Request, SamplingParams
 
@@ -47,7 +47,7 @@ def compare_tokens(model: str, replicas: int, calls: int) -> ComparedTokens:
         spec = cluster.spec
         real, prompt = _real(cluster, calls)
     machine = Machine(block_size=spec.block_size, kv_tokens=spec.kv_capacity, max_batch=4, max_step_tokens=512)
-    simulated = Simulation(machine, replicas, policies(machine)["precise"], 0.0).run(calls_of(calls, spec.block_size))
+    simulated = Simulation(machine, replicas, "precise", 0.0).run(calls_of(calls, spec.block_size))
     return ComparedTokens(replicas, prompt, real, simulated.computed)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.cluster.router import Router
-from shoal.cluster.simulate import Machine, Simulation, policies
+from shoal.cluster.simulate import Machine, Simulation
 from shoal.cluster.traffic import AgentTurns, Prefixes, TenantCalls, Traffic, fresh
 from shoal.core.journal import Cleared, Stored
 from shoal.engine.feed import BlockBatch
@@ -88,7 +88,7 @@ def simulate(
     cost = router_cost(seed)
     return rows, [
         *bars(rows),
-        FigureBar("router: us a choice among 256 replicas", cost.us, ROUTE_US, most=True),
+        FigureBar("router: us a choice among 256 replicas, alone", cost.us, ROUTE_US, most=True),
         FigureBar("router: bytes a block that one replica holds", cost.block_bytes, 200, most=True),
         FigureBar("router: bytes for each further one that holds it", cost.copy_bytes, 200, most=True),
     ]
@@ -147,7 +147,7 @@ def router_cost(seed: int, replicas: int = 256, calls: int = 4000) -> RouterCost
 
 
 def _rows(sizes: Sequence[int], machine: Machine, late_s: float, seed: int, calls: int) -> Iterator[PolicyRow]:
-    warm = Simulation(machine, 1, policies(machine)["random"], 0.0)
+    warm = Simulation(machine, 1, "random", 0.0)
     yield PolicyRow("tenants", 1, "warm", 0.0, warm.run(tenants_of(machine, 1, seed, calls=300, tenants=20)).summary())
     for replicas in sizes:
         for name, late in (
@@ -163,7 +163,7 @@ def _rows(sizes: Sequence[int], machine: Machine, late_s: float, seed: int, call
 
 
 def _row(kind: str, workload: Traffic, replicas: int, policy: str, late_s: float, machine: Machine) -> PolicyRow:
-    simulation = Simulation(machine, replicas, policies(machine)[policy], late_s)
+    simulation = Simulation(machine, replicas, policy, late_s)
     return PolicyRow(kind, replicas, policy, late_s, simulation.run(workload).summary())
 
 
@@ -177,11 +177,13 @@ def bars(rows: Sequence[PolicyRow]) -> list[FigureBar]:
         def rate(policy: str, late: bool = False, replicas: int = replicas) -> float:
             return found["tenants", replicas, policy, late]["calls_per_s"]
 
-        ttft = found["tenants", replicas, "precise", False]["ttft_p90_s"]
+        precise = found["tenants", replicas, "precise", False]
+        ttft, route_us = precise["ttft_p90_s"], precise["route_us"]
         told += [
             FigureBar(f"{replicas}: precise / affinity, calls/s", rate("precise") / rate("affinity"), AFFINITY),
             FigureBar(f"{replicas}: precise / random, calls/s", rate("precise") / rate("random"), RANDOM),
             FigureBar(f"{replicas}: p90 to the first token / one warm replica's", ttft / warm, WARM, most=True),
             FigureBar(f"{replicas}: late events / affinity, calls/s", rate("precise", True) / rate("affinity"), 1.0),
+            FigureBar(f"{replicas}: us a choice within the simulation", route_us, ROUTE_US, most=True),
         ]
     return told

@@ -7,11 +7,13 @@ better.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
 from shoal.core.journal import BlockHash
 
+_SLACK = 1024  # blocks that a slot holds no more and that are noted still, beside as many as it holds
 _STRIDE = 8  # of so many blocks of a prompt the last is noted in a promise
 
 
@@ -30,6 +32,7 @@ class HeldIndex:
         self._promised: dict[BlockHash, int] = {}
         self._ends: deque[tuple[float, int, Sequence[BlockHash]]] = deque()
         self._count: dict[int, int] = {}
+        self._came: dict[int, array[int]] = {}  # what each slot was given, also what it holds no more: to clear it by
         self._bits: dict[int, int] = {}  # one number object per slot, shared by all blocks that it alone holds
 
     def __len__(self) -> int:
@@ -41,18 +44,20 @@ class HeldIndex:
 
     def add(self, slot: int, hashes: Sequence[BlockHash]) -> None:
         """A slot holds these blocks from now on."""
-        bit, held, count = self._bit(slot), self._held, self._count.get(slot, 0)
+        bit, held, before = self._bit(slot), self._held, self._count.get(slot, 0)
+        new: list[BlockHash] = []
         for value in hashes:
-            mask = held.get(value)
-            if mask is None:
-                if count >= self.limit:
+            mask = held.get(value, 0)
+            if not mask & bit:
+                if before + len(new) >= self.limit:
                     break
-                held[value] = bit
-                count += 1
-            elif not mask & bit:
-                held[value] = mask | bit
-                count += 1
-        self._count[slot] = count
+                held[value] = mask | bit if mask else bit
+                new.append(value)
+        self._count[slot] = before + len(new)
+        came = self._came.setdefault(slot, array("Q"))
+        came.extend(new)
+        if len(came) > 2 * self._count[slot] + _SLACK:
+            self._came[slot] = array("Q", dict.fromkeys(value for value in came if held.get(value, 0) & bit))
 
     def remove(self, slot: int, hashes: Sequence[BlockHash]) -> None:
         """A slot holds these no more; what it did not hold does not matter."""
@@ -65,11 +70,14 @@ class HeldIndex:
         self._count[slot] = count
 
     def clear(self, slot: int) -> None:
-        """A slot holds nothing; looks at every block of all slots, unless it held none."""
-        bit = self._bit(slot)
-        for index in (self._held, self._promised) if self.count(slot) else (self._promised,):
-            for value in [value for value, mask in index.items() if mask & bit]:
-                self._leave(index, value, index[value], bit)
+        """A slot holds nothing, and nothing is promised there; looks at what it was given and at all promises."""
+        bit, held, promised = self._bit(slot), self._held, self._promised
+        for value in self._came.pop(slot, ()):
+            mask = held.get(value, 0)
+            if mask & bit:
+                self._leave(held, value, mask, bit)
+        for value in [value for value, mask in promised.items() if mask & bit]:
+            self._leave(promised, value, promised[value], bit)
         self._count.pop(slot, None)
 
     def promise(self, slot: int, hashes: Sequence[BlockHash], held: int, until: float) -> None:
@@ -128,8 +136,22 @@ class HeldIndex:
 
 def _ends(index: dict[BlockHash, int], hashes: Sequence[BlockHash], first: int) -> list[tuple[int, int]]:
     """How far blocks are held by the slots that hold the first one: (blocks, bits of slots), the fewest first."""
+    if not first:
+        return []
+    low, high = 1, len(hashes) + 1
+    while high - low > 1:  # as long as all end at one place, which is nearly always
+        middle = (low + high) // 2
+        at_middle = index.get(hashes[middle - 1], 0) & first
+        if at_middle == first:
+            low = middle
+        elif not at_middle:
+            high = middle
+        else:
+            break
+    if high - low == 1:
+        return [(low, first)]
     found: list[tuple[int, int]] = []
-    stack = [(1, first, len(hashes) + 1, 0)]  # a number of blocks, who holds them, a higher one, who holds those
+    stack = [(low, first, high, 0)]  # a number of blocks, who holds them, a higher one, who holds those
     while stack:
         low, at_low, high, at_high = stack.pop()
         if at_low == at_high:

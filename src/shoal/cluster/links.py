@@ -15,7 +15,7 @@ import httpx
 
 from shoal.cluster.replica import CARD, RUN
 from shoal.cluster.router import Router
-from shoal.core.journal import Change, Cleared, Removed, Stored
+from shoal.core.journal import BlockHash, Change, Cleared, Removed, Stored
 from shoal.core.request import RequestSpec
 from shoal.engine.feed import BlockBatch
 from shoal.engine.inflight import Output
@@ -194,10 +194,18 @@ def read_batch(number: int, document: Mapping[str, Any]) -> BlockBatch:
 def _change(event: Mapping[str, Any]) -> Change:
     match event["type"]:
         case "BlockStored":
-            return Stored(event["parent_block_hash"], tuple(event["block_hashes"]), tuple(event["token_ids"]))
+            return Stored(event["parent_block_hash"], _hashes(event), tuple(event["token_ids"]))
         case "BlockRemoved":
-            return Removed(tuple(event["block_hashes"]))
+            return Removed(_hashes(event))
         case "AllBlocksCleared":
             return Cleared()
         case other:
             raise ValueError(f"an event of blocks of an unknown kind: {other!r}")
+
+
+def _hashes(event: Mapping[str, Any]) -> tuple[BlockHash, ...]:
+    hashes = tuple(event["block_hashes"])
+    for value in hashes:
+        if not 0 <= value < 2**64:
+            raise ValueError(f"a hash of a block has 64 bits, not {value!r}")
+    return hashes

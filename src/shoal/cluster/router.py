@@ -92,8 +92,11 @@ class Router:
     def _weigh(self, slot: int) -> None:
         """Something of a slot has changed."""
         load = self._queued[slot] + self._others[slot] + self.config.running * self._running[slot]
-        self._base[slot] = load if self._usable[slot] else math.inf
-        heapq.heappush(self._order, (self._base[slot], self._last[slot], slot))
+        self._put(slot, load if self._usable[slot] else math.inf)
+
+    def _put(self, slot: int, base: float) -> None:
+        self._base[slot] = base
+        heapq.heappush(self._order, (base, self._last[slot], slot))
         if len(self._order) > 8 * len(self._names):
             self._order = list(zip(self._base, self._last, range(len(self._names)), strict=True))
             heapq.heapify(self._order)
@@ -187,7 +190,7 @@ class Router:
         self.index.expire(now)
         refused = {self._slots[name] for name in without if name in self._slots}
         for slot in refused:
-            self._base[slot] = math.inf
+            self._put(slot, math.inf)
         slot, held, most = self._cheapest(hashes, tokens, self._slots.get(self._keys.get(key, "")) if key else None)
         takes = self._base[slot] < math.inf
         for each in refused:

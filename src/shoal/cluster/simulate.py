@@ -9,21 +9,19 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
-import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from shoal.cluster.router import Route, Router, RouterConfig
+from shoal.cluster.policies import make_policy
 from shoal.cluster.traffic import Arrival, Traffic
 from shoal.config import EngineConfig
 from shoal.core.commands import Add, Commit, JudgedTokens, Schedule
-from shoal.core.journal import BlockJournal, Cleared
+from shoal.core.journal import BlockJournal
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence as Seq
@@ -140,143 +138,6 @@ def written_token(tokens: Sequence[int]) -> int:
     return (tokens[-1] * 31 + len(tokens)) % 1_000_003
 
 
-class Policy(Protocol):
-    """A way to place requests."""
-
-    def choose(self, call: Arrival, now: float) -> str:
-        """The replica that a call goes to."""
-        ...
-
-    def hear(self, replica: str, batch: BlockBatch) -> None:
-        """A replica's news arrive."""
-        ...
-
-    def started(self, call: Arrival) -> None:
-        """A call's first token has come."""
-        ...
-
-    def ended(self, call: Arrival) -> None:
-        """A call has ended."""
-        ...
-
-
-class Precise:
-    """The real router, fed with the replicas' events."""
-
-    def __init__(self, names: Sequence[str], block_size: int, config: RouterConfig) -> None:
-        self.router = Router(block_size, config)
-        for name in names:
-            self.router.add(name)
-            self.router.apply(name, BlockBatch(0, 0.0, (Cleared(),), 0, 0))
-        self._routes: dict[int, Route] = {}
-
-    def choose(self, call: Arrival, now: float) -> str:
-        """By what each holds and has to do."""
-        route = self.router.route(call.hashes, len(call.prompt), now, key=call.session)
-        assert route is not None
-        self._routes[call.number] = route
-        return route.replica
-
-    def hear(self, replica: str, batch: BlockBatch) -> None:
-        """Into the index."""
-        assert self.router.apply(replica, batch)
-
-    def started(self, call: Arrival) -> None:
-        """Into the load."""
-        self.router.started(self._routes[call.number])
-
-    def ended(self, call: Arrival) -> None:
-        """Out of the load."""
-        self.router.ended(self._routes.pop(call.number))
-
-
-class _Unfed:
-    """A policy that replicas tell nothing; it counts its own calls."""
-
-    def __init__(self, names: Sequence[str], seed: int) -> None:
-        self.names = list(names)
-        self.loads = dict.fromkeys(names, 0)
-        self.random = random.Random(seed)
-        self._at: dict[int, str] = {}
-
-    def choose(self, call: Arrival, now: float) -> str:  # noqa: ARG002 - the face of a policy
-        """Pick, and count."""
-        name = self._at[call.number] = self.pick(call)
-        self.loads[name] += 1
-        return name
-
-    def pick(self, call: Arrival) -> str:  # noqa: ARG002 - chance looks at nothing
-        """Any of them."""
-        return self.random.choice(self.names)
-
-    def hear(self, replica: str, batch: BlockBatch) -> None:
-        """Nobody listens."""
-
-    def started(self, call: Arrival) -> None:
-        """It counts until its end."""
-
-    def ended(self, call: Arrival) -> None:
-        """One less."""
-        self.loads[self._at.pop(call.number)] -= 1
-
-
-class Affinity(_Unfed):
-    """What a router does that only remembers where it sent what: the longest beginning, unless queues differ much.
-
-    As Ray's prefix-aware router: below a tenth matched, the replica that was given least; when the longest and the
-    shortest queue are more than `imbalance` calls apart, the shorter of two at random. What was sent is remembered up
-    to the size of a replica's cache, the least recently used beginnings go first.
-    """
-
-    imbalance = 10
-    least_match = 0.1
-
-    def __init__(self, names: Sequence[str], seed: int, blocks: int) -> None:
-        super().__init__(names, seed)
-        self._blocks = blocks
-        self._sent: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in names}
-
-    def pick(self, call: Arrival) -> str:
-        """By what was sent where."""
-        if max(self.loads.values()) - min(self.loads.values()) > self.imbalance:
-            name = min(self.random.sample(self.names, 2), key=self.loads.__getitem__)
-        else:
-            lengths = {name: _matched(sent, call.hashes) for name, sent in self._sent.items()}
-            longest = max(lengths.values())
-            if longest < self.least_match * len(call.hashes):
-                name = min(self.names, key=lambda name: len(self._sent[name]))
-            else:
-                name = self.random.choice([name for name in self.names if lengths[name] == longest])
-        self._remember(self._sent[name], call.hashes)
-        return name
-
-    def _remember(self, sent: OrderedDict[int, None], hashes: Sequence[int]) -> None:
-        for value in reversed(hashes):  # the end of a prompt is forgotten before its beginning
-            sent[value] = None
-            sent.move_to_end(value)
-        while len(sent) > self._blocks:
-            sent.popitem(last=False)
-
-
-def _matched(sent: OrderedDict[int, None], hashes: Sequence[int]) -> int:
-    low, high = 0, len(hashes)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if hashes[middle - 1] in sent:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-class Sessions(_Unfed):
-    """Consistent hashing: all calls whose prompts begin alike go to one replica, however much it has to do."""
-
-    def pick(self, call: Arrival) -> str:
-        """By the first block."""
-        return self.names[call.hashes[0] % len(self.names)]
-
-
 class Done(NamedTuple):
     """One call, as it went. Times in seconds of the simulated clock."""
 
@@ -323,9 +184,10 @@ class SimulatedRun:
 class Simulation:
     """Runs a workload over replicas under a policy, events arriving `delay_s` late."""
 
-    def __init__(self, machine: Machine, replicas: int, policy: Callable[[list[str]], Policy], delay_s: float) -> None:
+    def __init__(self, machine: Machine, replicas: int, policy: str, delay_s: float) -> None:
         self.replicas = {f"replica-{n}": Replica(f"replica-{n}", machine) for n in range(replicas)}
-        self.policy = policy(list(self.replicas))
+        blocks = machine.kv_tokens // machine.block_size
+        self.policy = make_policy(policy, list(self.replicas), blocks, machine.block_size)
         self.delay_s = delay_s
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._tie = itertools.count()
@@ -429,16 +291,3 @@ class _Stopwatch:
     @property
     def mean_us(self) -> float:
         return self._spent / max(self._uses, 1) / 1e3
-
-
-def policies(
-    machine: Machine, seed: int = 0, config: RouterConfig | None = None
-) -> dict[str, Callable[[list[str]], Policy]]:
-    """The policies that are compared, by name."""
-    blocks = machine.kv_tokens // machine.block_size
-    return {
-        "precise": lambda names: Precise(names, machine.block_size, config or RouterConfig()),
-        "affinity": lambda names: Affinity(names, seed, blocks),
-        "sessions": lambda names: Sessions(names, seed),
-        "random": lambda names: _Unfed(names, seed),
-    }

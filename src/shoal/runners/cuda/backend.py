@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import sys
-from functools import cache
 from pathlib import Path
 
 from shoal.config import EngineConfig
@@ -13,19 +11,19 @@ from shoal.errors import BackendError, ConfigError, UnsupportedModelError
 from shoal.models.decoder import Decoder
 from shoal.models.files import Progress
 from shoal.runners.base import Runner, kv_budget
+from shoal.runners.cuda.device import capabilities, told
 from shoal.runners.plan import ModelSpec
 from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "an NVIDIA GPU"
 INSTALL = "pip install 'shoal[cuda]' on a machine with an NVIDIA GPU"
-HONOURS = ()
+HONOURS = ("kv_precision", "kv_host", "kv_cache")
 PRECISIONS = ("bf16",)
 OPTIONS = ("device",)
 """`device`: which GPU, "cuda:0" unless given. One engine uses one GPU."""
 
 LEAST_CAPABILITY = (8, 0)
 _MARGIN = 0.92  # of the free memory: what the driver, the compiler and graphs take is not ours to give
-_MAJOR, _MINOR = 75, 76  # attributes of cuDeviceGetAttribute
 
 
 def refuses(model: LocalModel | None, config: EngineConfig) -> str | None:
@@ -66,28 +64,43 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Pro
     return load_decoder(
         model.decoder(),
         f"cuda:{_number(config)}",
+        key=model.files.key,
         kv_bytes=kv_bytes,
         memory_bytes=config.bytes_of("memory"),
         max_batch=config.max_batch,
         max_step_tokens=config.max_step_tokens,
+        eight=config.kv_precision == "u8",
     )
 
 
 def load_decoder(
-    decoder: Decoder, device: str, *, kv_bytes: int, memory_bytes: int | None, max_batch: int, max_step_tokens: int
+    decoder: Decoder,
+    device: str,
+    *,
+    key: str,
+    kv_bytes: int,
+    memory_bytes: int | None,
+    max_batch: int,
+    max_step_tokens: int,
+    eight: bool = False,
 ) -> Runner:
-    """The same from a description. `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step."""
+    """The same from a description. `key` names the contents of its files, as `ModelFiles.key`.
+
+    `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step. `eight` keeps KV in 8 bits.
+    """
     import torch
 
+    from shoal.runners.cuda.access import identity_of
     from shoal.runners.cuda.model import upload
     from shoal.runners.cuda.runner import CUDARunner, bucket
-    from shoal.runners.cuda.supports import kv_bytes_per_token
+    from shoal.runners.cuda.supports import kv_bytes_per_token, step_bytes
+    from shoal.runners.cuda.weights import device_bytes
 
     target = torch.device(device)
-    per_block = kv_bytes_per_token(decoder) * 32
+    per_block = kv_bytes_per_token(decoder, eight=eight) * 32
     rows, slots = bucket(max_step_tokens) + bucket(max_batch), 2 * max_batch
-    weights = sum(weight.tensor.data.nbytes for _, weight in decoder.weights())
-    transient = rows * decoder.width * 40 + bucket(max_batch) * decoder.vocab_size * 4
+    weights = sum(device_bytes(weight) for _, weight in decoder.weights()) + 2 * decoder.vocab_size * decoder.width
+    transient = step_bytes(decoder, rows, bucket(max_batch))
     budget = kv_budget(kv_bytes, memory_bytes, weights + transient)
     if target.type == "cuda":
         free = int(torch.cuda.mem_get_info(target)[0] * _MARGIN) - weights - transient
@@ -102,11 +115,19 @@ def load_decoder(
     blocks = min(budget // per_block, 2**24)
     if blocks < 1:
         raise ConfigError(f"kv_memory is {kv_bytes:,} bytes", value=kv_bytes, limit=per_block, hint="raise it")
-    model = upload(decoder, target, blocks, decoder.context_length, bucket(slots))
-    return CUDARunner(model, spec_of(decoder, blocks, model.weight_bytes, transient), slots=slots, rows=rows)
+    try:
+        model = upload(decoder, target, blocks, decoder.context_length, bucket(slots), eight=eight)
+    except torch.cuda.OutOfMemoryError as error:
+        raise BackendError(
+            f"{device} ran out of memory while {decoder.name} was loaded",
+            value=blocks * per_block,
+            hint="lower kv_memory, or load a smaller model",
+        ) from error
+    spec = spec_of(decoder, blocks, model.weight_bytes, transient, eight=eight)
+    return CUDARunner(model, spec, identity_of(key, "u8" if eight else "bf16", target), slots=slots, rows=rows)
 
 
-def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 0) -> ModelSpec:
+def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 0, *, eight: bool = False) -> ModelSpec:
     """The facts the core relies on."""
     from shoal.runners.cuda.supports import kv_bytes_per_token
 
@@ -119,7 +140,7 @@ def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 
         context_length=decoder.context_length,
         block_size=32,
         num_blocks=blocks,
-        kv_bytes_per_token=kv_bytes_per_token(decoder),
+        kv_bytes_per_token=kv_bytes_per_token(decoder, eight=eight),
         weight_bytes=weight_bytes,
         step_bytes=step_bytes,
         max_chain=16,
@@ -131,13 +152,15 @@ def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 
 
 
 def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | None) -> RunnerCard:
-    """The GPU; weights of the types that kernels unpack stay as the file has them."""
+    """The GPU, its driver and free memory; weights of the types that kernels unpack stay as the file has them."""
     number = _number(config)
     major, minor = capabilities()[number]
     return RunnerCard(
-        devices=(f"cuda:{number}",),
+        devices=(told(number),),
         precision="bf16",
-        why="products in bf16; Q4_0, Q4_K, Q6_K and Q8_0 weights stay at their bytes and are unpacked in them",
+        why="products in bf16; Q4_0, Q4_K, Q6_K and Q8_0 weights stay at their bytes and are unpacked in them; "
+        "KV in bf16 (kv_precision='u8' halves it)",
+        kv=("bf16", "u8"),
         isa=(f"sm_{major}{minor}",),
         file_bytes=None if model is None else model.file_bytes,
     )
@@ -150,23 +173,3 @@ def _number(config: EngineConfig) -> int:
     if name != "cuda" or not (number or "0").isdecimal():
         raise ConfigError(f"device is {device!r}", value=device, hint='give "cuda" or "cuda:1"')
     return int(number or 0)
-
-
-@cache
-def capabilities() -> tuple[tuple[int, int], ...]:
-    """The compute capability of each GPU that the driver finds; empty without a driver."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return ()
-    found = []
-    for number in range(count.value):
-        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        driver.cuDeviceGet(ctypes.byref(device), number)
-        driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-        driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
-        found.append((major.value, minor.value))
-    return tuple(found)

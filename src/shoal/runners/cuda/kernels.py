@@ -1,16 +1,15 @@
-"""The Triton kernels of one step. Their order of sums depends on the shape of the model only, never on the batch.
+"""The Triton kernels of one step but attention's and mixtures', which have files of their own.
 
-Letters in shapes: R rows (one fed token each), H hidden size, K inputs and N outputs of a product, V vocabulary, D
-head size, G query heads of one KV head, T block-table entries of a sequence.
+Their order of sums depends on the shape of the model only, never on the batch. Letters in shapes: R rows (one fed
+token each), H hidden size, K inputs and N outputs of a product, V vocabulary, D head size, G query heads of one KV
+head, T block-table entries of a sequence.
 
 Three rules keep a row's bits equal for every number of rows beside it:
 - A product cuts K into `SEGS` segments of equal length. Each is one chain of tensor-core instructions from front to
-  back, and
-  the segments are added in order, whether one program walks all of them or each has a program of its own.
-- Attention cuts a sequence into splits of `SPLIT` tokens at fixed places. `_partial` computes a split, `_merge`
-  adds it to
-  those before it; a lone row, a tile of prompt rows and the readers of a shared trunk all go through these two.
-- Whatever sums a row (a norm) is one program a row, of one shape.
+  back, and the segments are added in order, whether one program walks all of them or each has a program of its own.
+- Attention cuts a sequence into splits of `SPLIT` tokens at fixed places. `_partial` computes a split, `_merge` adds
+  it to those before it; a lone row, a tile of prompt rows and the readers of a shared trunk all go through these two.
+- Whatever sums a row (a norm, a router's softmax) is one program a row, of one shape.
 PDL (dependent launch) lets a kernel start while the one before it ends: each waits before it reads or writes anything.
 Fused multiply-add is off (`enable_fp_fusion=False` at each launch): a compiler would contract differently in each
 kernel.
@@ -21,10 +20,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-SPLIT = tl.constexpr(128)  # tokens of one attention split
-BLOCK = tl.constexpr(32)  # token slots of a KV block
-LOG2E = tl.constexpr(1.4426950408889634)
 
 BF16 = tl.constexpr(0)  # how a weight is stored, see `weights.py`
 Q8_0 = tl.constexpr(1)
@@ -136,25 +131,50 @@ def _weights(w, scales, supers, n, k, K: tl.constexpr, FORM: tl.constexpr, BN: t
 
 
 @triton.jit
-def _activated(gate, ACT: tl.constexpr):
+def sums(
+    x, w, scales, supers, row, n, segment,
+    K: tl.constexpr, KS: tl.constexpr, EACH: tl.constexpr, FORM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Outputs n [BN] of rows `row` [BM] of x, float32 [BN, BM]: over EACH segments of KS inputs from `segment` on."""
+    total = tl.zeros([BN, BM], tl.float32)
+    acc = tl.zeros([BN, BM], tl.float32)
+    for i in range(EACH * (KS // BK)):  # one loop over all segments, so that loads run ahead across their ends
+        k = segment * KS + i * BK
+        b = tl.load(x + row[None, :] * K + (k + tl.arange(0, BK))[:, None])
+        acc = tl.dot(_weights(w, scales, supers, n, k, K, FORM, BN, BK), b, acc)
+        # Not in an `if`: there Triton 3.6 reads acc while the instructions that write it are under way.
+        ends = i % (KS // BK) == KS // BK - 1
+        total = total + tl.where(ends, acc, 0.0)
+        acc = tl.where(ends, 0.0, acc)
+    return total
+
+
+@triton.jit
+def activated(gate, up, ACT: tl.constexpr):
+    """act(gate) * up: SiLU (0), GELU in its tanh form (1), or the clipped kind of gpt-oss (2)."""
+    if ACT == 2:
+        gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
     if ACT == 0:
-        return gate / (1.0 + tl.exp(-gate))  # SiLU
-    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # GELU, the tanh form
-    return gate / (1.0 + tl.exp(-2.0 * inner))
+        return gate / (1.0 + tl.exp(-gate)) * up
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-2.0 * inner)) * up
 
 
 @triton.jit
 def product(
-    x, w, scales, supers, bias, out, best, best_at, M, ld, cap, logit_scale,
+    x, w, scales, supers, bias, shares, out, best, best_at, M, ld, cap, logit_scale,
     N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, SPLITK: tl.constexpr, FORM: tl.constexpr, EPI: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr,
+    BIAS: tl.constexpr, SHARED: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x bf16 [M, K] times w [N, K]. Programs: (tiles of N, tiles of M, SPLITK).
 
     STORE: out bf16 [M, ld], whose first N columns are written. PARTS: out float32 [SEGS, M, N], SPLITK = SEGS or 1
     (then [1, M, N], summed). GATED: w is [2 N, K], gates first; out bf16 [M, N]. PICK: best float32 and best_at int32
-    [M, tiles], NaN where a logit is not finite; with LOGITS also out float32 [M, N].
+    [M, tiles], NaN where a logit is not finite; with LOGITS also out float32 [M, N]. SHARED multiplies the sums of a
+    row by shares[row], float32 [M].
 
     Weights are the left operand, so that BN, 64 or more, fills the instruction's 64 rows and a few rows of x its 16
     columns: one instruction for every M. (A tile of 16 rows of x on the left would take another one, whose sums
@@ -170,29 +190,21 @@ def product(
         n_in = tl.minimum(n, N - 1).to(tl.int64)  # outputs past the end repeat the last
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     row = tl.minimum(m, M - 1)  # rows past the end too: no masks in the loop
-    KS: tl.constexpr = K // SEGS
     EACH: tl.constexpr = SEGS // SPLITK
-    total = tl.zeros([BN, BM], tl.float32)
-    acc = tl.zeros([BN, BM], tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for i in range(EACH * (KS // BK)):  # one loop over all segments, so that loads run ahead across their ends
-        k = ps * EACH * KS + i * BK
-        b = tl.load(x + row[None, :] * K + (k + tl.arange(0, BK))[:, None])
-        acc = tl.dot(_weights(w, scales, supers, n_in, k, K, FORM, BN, BK), b, acc)
-        # Not in an `if`: there Triton 3.6 reads acc while the instructions that write it are under way.
-        ends = i % (KS // BK) == KS // BK - 1
-        total = total + tl.where(ends, acc, 0.0)
-        acc = tl.where(ends, 0.0, acc)
+    total = sums(x, w, scales, supers, row, n_in, ps * EACH, K, K // SEGS, EACH, FORM, BM, BN, BK)
     if BIAS:
         total = total + tl.load(bias + n, mask=n < N, other=0.0)[:, None]
+    if SHARED:
+        total = total * tl.load(shares + row)[None, :]
     if EPI == GATED:
         gate, up = total.reshape([2, BN // 2, BM]).permute(1, 2, 0).split()
         inner = tile * (BN // 2) + tl.arange(0, BN // 2)
         place = m[None, :].to(tl.int64) * ld + inner[:, None]
         inside = (m < M)[None, :] & (inner < N)[:, None]
-        tl.store(out + place, (_activated(gate, ACT) * up).to(tl.bfloat16), mask=inside)
+        tl.store(out + place, activated(gate, up, ACT).to(tl.bfloat16), mask=inside)
     else:
         here = m[None, :].to(tl.int64) * ld + n[:, None]
         ok = (m < M)[None, :] & (n < N)[:, None]
@@ -241,279 +253,3 @@ def pick(
         tl.store(tokens + row, tl.where(bad, 0, token))
         moves = tl.load(slots + row) != spare_slot
         tl.store(positions + row, tl.load(positions + row) + moves.to(tl.int32))
-
-
-@triton.jit
-def rotate_and_keep(
-    qkv, q_norm, k_norm, cosines, sines, positions, slots, tables, keys, values, q,
-    eps, T, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, NORMED: tl.constexpr,
-    EACH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotate queries and keys of a row; put keys and values into its KV block. EACH heads a program.
-
-    Programs: (rows, (HEADS + 2 KV) / EACH, rounded up). qkv bf16 [R, (HEADS + 2 KV) * D]; q bf16 [R, HEADS, D]; keys
-    and values bf16 [blocks, KV, BLOCK, D]; the first ROT of D are rotated in pairs (i, i + ROT / 2) with cosines and
-    sines float32 [positions, ROT / 2].
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.program_id(0)
-    head = tl.program_id(1) * EACH + tl.arange(0, EACH)
-    at = tl.arange(0, D)
-    inside = (head < HEADS + 2 * KV)[:, None] & (at >= 0)[None, :]
-    source = qkv + row * ((HEADS + 2 * KV) * D) + head[:, None] * D
-    value = tl.load(source + at[None, :], mask=inside, other=0.0).to(tl.float32)
-    position = tl.load(positions + row)
-    is_key = (head >= HEADS)[:, None]
-    is_value = (head >= HEADS + KV)[:, None]
-    half: tl.constexpr = ROT // 2
-    partner = tl.where(at < half, at + half, tl.where(at < ROT, at - half, at))
-    other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-    plain = value
-    if NORMED:
-        scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
-        weight = tl.where(is_key, tl.load(k_norm + at)[None, :], tl.load(q_norm + at)[None, :])
-        mate = tl.where(is_key, tl.load(k_norm + partner)[None, :], tl.load(q_norm + partner)[None, :])
-        value = value * scale * weight
-        other = other * scale * mate
-    pair = tl.where(at < half, at, at - half)
-    cosine = tl.load(cosines + position * half + pair, mask=at < ROT, other=1.0)[None, :]
-    sine = tl.load(sines + position * half + pair, mask=at < ROT, other=0.0)[None, :]
-    turned = value * cosine + tl.where((at < half)[None, :], -other, other) * sine
-    value = tl.where(is_value, plain, turned).to(tl.bfloat16)
-    slot = tl.load(slots + row)
-    block = tl.load(tables + slot.to(tl.int64) * T + position // BLOCK).to(tl.int64)
-    kv_head = tl.where(is_value, head[:, None] - HEADS - KV, head[:, None] - HEADS)
-    place = ((block * KV + kv_head) * BLOCK + position % BLOCK) * D + at[None, :]
-    tl.store(keys + place, value, mask=inside & is_key & (is_value == 0))
-    tl.store(values + place, value, mask=inside & is_value)
-    tl.store(q + (row * HEADS + head[:, None]) * D + at[None, :], value, mask=inside & (is_key == 0))
-
-
-@triton.jit
-def _partial(
-    q, keys, values, table, start, position, last, kv_head, scale, cap, window,
-    KV: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """One split: tokens start .. start + SPAN - 1 for queries q bf16 [M, D] at `position` [M] (they see up to their
-    own).
-
-    M is 64: a smaller tile would take another instruction, whose sums differ. `last` is the largest position. SPAN is
-    SPLIT, or half of it where no row of the step has more: what it leaves out would add zeros at the end. Returns the
-    largest score [M] (in powers of two; -inf where a row sees nothing), the sum of weights [M] and the weighted values
-    float32 [M, D]. The sum of weights is a product with ones: it has one order in every tile.
-    """
-    token = start + tl.arange(0, SPAN)
-    seen = token <= last
-    block = tl.load(table + token // BLOCK, mask=seen, other=0).to(tl.int64)
-    at = ((block * KV + kv_head) * BLOCK + token % BLOCK) * D
-    d = tl.arange(0, D)
-    k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
-    v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
-    score = tl.dot(q, k.trans()) * scale
-    if CAPPED:
-        score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
-    visible = token[None, :] <= position[:, None]
-    if WINDOW:
-        visible = visible & (token[None, :] > position[:, None] - window)
-    score = tl.where(visible, score * LOG2E, float("-inf"))
-    most = tl.max(score, axis=1)
-    base = tl.where(most == float("-inf"), 0.0, most)
-    weight = tl.exp2(score - base[:, None]).to(tl.bfloat16)
-    mixed = tl.dot(weight, v)
-    ones = tl.full([SPAN, 16], 1.0, tl.float32).to(tl.bfloat16)
-    total = tl.max(tl.dot(weight, ones), axis=1)  # 16 equal columns
-    return most, total, mixed
-
-
-@triton.jit
-def _merge(most, total, mixed, most2, total2, mixed2):
-    """Two runs of splits, the first before the second, as one."""
-    new = tl.maximum(most, most2)
-    base = tl.where(new == float("-inf"), 0.0, new)
-    a, b = tl.exp2(most - base), tl.exp2(most2 - base)
-    return new, total * a + total2 * b, mixed * a[:, None] + mixed2 * b[:, None]
-
-
-@triton.jit
-def _begin(sinks, head, M: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr):
-    """The state before any split: nothing, or a sink that takes its share of the weight and gives no value."""
-    if SINKS:
-        most = tl.load(sinks + head) * LOG2E
-        total = tl.full([M], 1.0, tl.float32)
-    else:
-        most = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M], tl.float32)
-    return most, total, tl.zeros([M, D], tl.float32)
-
-
-@triton.jit
-def attend_rows(
-    q, keys, values, tables, positions, slots, trunk_splits, sinks, out, p_most, p_total, p_mixed,
-    T, scale, cap, window, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
-    D: tl.constexpr, G: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows).
-
-    With one split out bf16 [R, HEADS, D] is written, else the split's share goes to p_* [R, HEADS, SPLITS(, D)] for
-    `merge_rows`. Splits below trunk_splits[row] are left to `attend_trunks`.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions + row)
-    start = split * SPLIT
-    first = 0
-    if WINDOW:
-        first = tl.maximum(position - window + 1, 0) // SPLIT
-    if (start <= position) & (split >= first) & (split >= tl.load(trunk_splits + row)):
-        g = tl.arange(0, 64)
-        head = kv_head * G + tl.minimum(g, G - 1)
-        d = tl.arange(0, D)
-        mine = tl.load(q + (row * HEADS + head)[:, None] * D + d[None, :])
-        table = tables + tl.load(slots + row).to(tl.int64) * T
-        at = tl.full([64], 0, tl.int32) + position
-        most, total, mixed = _partial(
-            mine, keys, values, table, start, at, position, kv_head, scale, cap, window, KV, D, SPAN, CAPPED, WINDOW
-        )
-        ok = g < G
-        if SPLITS == 1:
-            m0, t0, v0 = _begin(sinks, head, 64, D, SINKS)
-            m0, t0, v0 = _merge(m0, t0, v0, most, total, mixed)
-            result = (v0 / t0[:, None]).to(tl.bfloat16)
-            tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=ok[:, None])
-        else:
-            place = (row * HEADS + head) * SPLITS + split
-            tl.store(p_most + place, most, mask=ok)
-            tl.store(p_total + place, total, mask=ok)
-            tl.store(p_mixed + place.to(tl.int64)[:, None] * D + d[None, :], mixed, mask=ok[:, None])
-
-
-@triton.jit
-def attend_trunks(
-    q, keys, values, tables, positions, readers, trunks, p_most, p_total, p_mixed,
-    T, scale, cap, window, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    G: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Splits that several rows share, read once for all of them. Programs: (work items, KV).
-
-    trunks int32 [items, 4]: the table's slot, the split, the first of `readers` and how many (at most 64 / G); 0 of
-    them is no work. Only layers without a window have trunks.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    item, kv_head = tl.program_id(0), tl.program_id(1)
-    slot, split = tl.load(trunks + item * 4), tl.load(trunks + item * 4 + 1)
-    first, count = tl.load(trunks + item * 4 + 2), tl.load(trunks + item * 4 + 3)
-    if count > 0:
-        i = tl.arange(0, 64)
-        reader = tl.load(readers + first + tl.minimum(i // G, count - 1))
-        head = kv_head * G + i % G
-        d = tl.arange(0, D)
-        mine = tl.load(q + (reader * HEADS + head)[:, None] * D + d[None, :])
-        position = tl.load(positions + reader)
-        table = tables + slot.to(tl.int64) * T
-        most, total, mixed = _partial(
-            mine,
-            keys,
-            values,
-            table,
-            split * SPLIT,
-            position,
-            tl.max(position, axis=0),
-            kv_head,
-            scale,
-            cap,
-            window,
-            KV,
-            D,
-            SPLIT,
-            CAPPED,
-            False,
-        )
-        ok = i // G < count
-        place = (reader * HEADS + head) * SPLITS + split
-        tl.store(p_most + place, most, mask=ok)
-        tl.store(p_total + place, total, mask=ok)
-        tl.store(p_mixed + place.to(tl.int64)[:, None] * D + d[None, :], mixed, mask=ok[:, None])
-
-
-@triton.jit
-def merge_rows(
-    positions, sinks, out, p_most, p_total, p_mixed, window,
-    SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Put the splits of each row and head together, in order. Programs: (HEADS, rows)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    head, row = tl.program_id(0), tl.program_id(1)
-    position = tl.load(positions + row)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(position - window + 1, 0) // SPLIT
-    one = tl.zeros([1], tl.int32)
-    d = tl.arange(0, D)
-    most, total, mixed = _begin(sinks, head + one, 1, D, SINKS)
-    for split in range(first, position // SPLIT + 1):
-        place = (row * HEADS + head) * SPLITS + split + one
-        part = tl.load(p_mixed + place.to(tl.int64)[:, None] * D + d[None, :])
-        most, total, mixed = _merge(most, total, mixed, tl.load(p_most + place), tl.load(p_total + place), part)
-    tl.store(out + (row * HEADS + head) * D + d[None, :], (mixed / total[:, None]).to(tl.bfloat16))
-
-
-@triton.jit
-def attend_tiles(
-    q, keys, values, tables, positions, slots, tiles, sinks, out,
-    T, scale, cap, window, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Attention of neighbours in one sequence (a prompt's chunk). Programs: (tiles, KV).
-
-    tiles int32 [tiles, 2]: the first row and how many (at most 64 / G; 0 is no work).
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    first, count = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
-    if count > 0:
-        i = tl.arange(0, 64)
-        row = first + tl.minimum(i // G, count - 1)
-        head = kv_head * G + i % G
-        d = tl.arange(0, D)
-        mine = tl.load(q + (row * HEADS + head)[:, None] * D + d[None, :])
-        position = tl.load(positions + row)
-        table = tables + tl.load(slots + first).to(tl.int64) * T
-        begin = 0
-        if WINDOW:
-            begin = tl.maximum(tl.load(positions + first) - window + 1, 0) // SPLIT
-        most, total, mixed = _begin(sinks, head, 64, D, SINKS)
-        last = tl.load(positions + first + count - 1)
-        for split in range(begin, last // SPLIT + 1):
-            m2, t2, v2 = _partial(
-                mine,
-                keys,
-                values,
-                table,
-                split * SPLIT,
-                position,
-                last,
-                kv_head,
-                scale,
-                cap,
-                window,
-                KV,
-                D,
-                SPLIT,
-                CAPPED,
-                WINDOW,
-            )
-            most, total, mixed = _merge(most, total, mixed, m2, t2, v2)
-        result = (mixed / total[:, None]).to(tl.bfloat16)
-        tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=(i // G < count)[:, None])

@@ -1,20 +1,53 @@
-"""A dense decoder on the device: weights, rotary tables and KV, from its description."""
+"""A decoder on the device: weights, rotary tables and KV, from its description."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from shoal.models.decoder import Attention, Decoder, Dense, Layer, Norm
-from shoal.runners.cuda.supports import ACTIVATIONS
-from shoal.runners.cuda.weights import Matrix, paired, stacked, vector
+from shoal.models.decoder import Attention, Decoder, Float, Layer, Norm
+from shoal.runners.balance import balances
+from shoal.runners.cuda.feed import DeviceDense, DeviceMixture, upload_feed_forward
+from shoal.runners.cuda.weights import Matrix, stacked, vector
+
+LayerKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Keys, values, scales of keys, scales of values of one layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVStore:
+    """KV of all layers, keys before values: bf16 [layers, 2, blocks + 1, KV heads, 32, dim]; the last block is a spare.
+
+    In 8 bits they are int8 codes, and `scales` float32 [layers, 2, blocks + 1, KV heads, 32], one a token and head.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], device: torch.device, *, eight: bool) -> KVStore:
+        """KV of zeros."""
+        codes = torch.zeros(shape, dtype=torch.int8 if eight else torch.bfloat16, device=device)
+        return cls(codes, torch.zeros(shape[:-1], device=device) if eight else None)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """What makes up a block."""
+        return [self.codes] if self.scales is None else [self.codes, self.scales]
+
+    def of_layer(self, number: int) -> LayerKV:
+        """For the kernels; without scales, the codes stand where nobody reads."""
+        keys, values = self.codes[number]
+        scales = (keys, values) if self.scales is None else self.scales[number]
+        return keys, values, scales[0], scales[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceAttention:
-    """Attention of one layer. `keys` and `values` bf16 [blocks + 1, KV heads, 32, dim]; the last block is a spare one.
+    """Attention of one layer. `kv` are keys, values and the scales of both, as `KVStore` has them of this layer.
 
     `qkv` are products whose outputs lie side by side, with their biases. `cosines`, `sines` float32 [positions, pairs].
     """
@@ -35,8 +68,7 @@ class DeviceAttention:
     has_sinks: bool
     window: int | None
     soft_cap: float | None
-    keys: torch.Tensor
-    values: torch.Tensor
+    kv: LayerKV
 
     @property
     def width(self) -> int:
@@ -45,7 +77,7 @@ class DeviceAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseLayer:
+class DecoderLayer:
     """One layer; norms are float32 [width], None where there is none."""
 
     attention: DeviceAttention
@@ -53,14 +85,7 @@ class DenseLayer:
     mixer_post_norm: torch.Tensor | None
     ff_norm: torch.Tensor
     ff_post_norm: torch.Tensor | None
-    gate_up: Matrix
-    down: Matrix
-    activation: int
-
-    @property
-    def ff_size(self) -> int:
-        """Inner values of its feed-forward."""
-        return self.down.k
+    feed_forward: DeviceDense | DeviceMixture
 
 
 @dataclass(slots=True, eq=False)
@@ -73,35 +98,46 @@ class DeviceModel:
     eps: float
     embedding: torch.Tensor
     embedding_scale: float
-    layers: list[DenseLayer]
+    layers: list[DecoderLayer]
     norm: torch.Tensor
     head: Matrix
     soft_cap: float | None
     logit_scale: float
     residual_scale: float
-    kv: torch.Tensor = field(repr=False)
+    kv: KVStore = field(repr=False)
     zeros: torch.Tensor = field(repr=False)
+
+    @property
+    def eight(self) -> bool:
+        """Whether KV is kept in 8 bits."""
+        return self.kv.scales is not None
 
     @property
     def weight_bytes(self) -> int:
         """What the weights take on the device."""
         matrices = [self.head]
         for layer in self.layers:
-            matrices += [layer.gate_up, layer.down, layer.attention.out, *(m for m, _ in layer.attention.qkv)]
+            matrices += [*layer.feed_forward.matrices, layer.attention.out, *(m for m, _ in layer.attention.qkv)]
         tied = self.embedding.data_ptr() == self.head.data.data_ptr()
         return sum(m.nbytes for m in matrices) + (0 if tied else self.embedding.nbytes)
 
 
-def upload(decoder: Decoder, device: torch.device, blocks: int, context: int, lone_rows: int) -> DeviceModel:
-    """Bring a decoder to the device, with KV of `blocks` blocks (and a spare one) and positions up to `context`."""
+def upload(
+    decoder: Decoder, device: torch.device, blocks: int, context: int, lone_rows: int, *, eight: bool = False
+) -> DeviceModel:
+    """Bring a decoder to the device, with KV of `blocks` blocks (and a spare one) and positions up to `context`.
+
+    `eight` keeps KV in 8 bits.
+    """
     first = decoder.layers[0].mixer
     assert isinstance(first, Attention)
     shapes = {(m.kv_heads, m.key_dim) for layer in decoder.layers if isinstance(m := layer.mixer, Attention)}
     kv_heads, dim = first.kv_heads, first.key_dim
     assert len(shapes) == 1  # `refusal` saw to it
-    kv = torch.zeros((len(decoder.layers), 2, blocks + 1, kv_heads, 32, dim), dtype=torch.bfloat16, device=device)
+    kv = KVStore.empty((len(decoder.layers), 2, blocks + 1, kv_heads, 32, dim), device, eight=eight)
     tables: dict[tuple[tuple[float, ...], float], tuple[torch.Tensor, torch.Tensor]] = {}
     layers = []
+    factors = balances(decoder) if eight else {}
     for number, layer in enumerate(decoder.layers):
         attention = layer.mixer
         assert isinstance(attention, Attention)
@@ -109,7 +145,7 @@ def upload(decoder: Decoder, device: torch.device, blocks: int, context: int, lo
         key = (attention.rotary.frequencies, attention.rotary.factor)
         if key not in tables:
             tables[key] = _rotary(*key, context, device)
-        layers.append(_layer(layer, attention, tables[key], kv[number], device))
+        layers.append(_layer(layer, attention, tables[key], kv.of_layer(number), factors.get(number), device))
     head = stacked([decoder.head.weight], device)[0]
     embedding = head.data if decoder.tied and head.form == 0 else _plain(decoder, device)
     return DeviceModel(
@@ -149,13 +185,17 @@ def _norm(norm: Norm | None, device: torch.device) -> torch.Tensor:
 
 
 def _layer(
-    layer: Layer, a: Attention, rotary: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, device: torch.device
-) -> DenseLayer:
+    layer: Layer,
+    a: Attention,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    kv: LayerKV,
+    factors: Float | None,
+    device: torch.device,
+) -> DecoderLayer:
+    """`factors` [dim]: what queries' norm is multiplied by and keys' divided, see `balances`."""
     assert a.k is not None
     assert a.v is not None
-    ff = layer.feed_forward
-    assert isinstance(ff, Dense)
-    assert ff.gate is not None
+    assert layer.feed_forward is not None
     linears = (a.q, a.k, a.v)
     qkv: list[tuple[Matrix, torch.Tensor | None]] = []
     column = 0
@@ -170,6 +210,7 @@ def _layer(
         qkv.append((matrix, None if biases is None else biases[column : column + matrix.n].contiguous()))
         column += matrix.n
     one = torch.ones(a.key_dim, device=device)
+    factor = one if factors is None else torch.from_numpy(factors).to(device)
     attention = DeviceAttention(
         a.heads,
         a.kv_heads,
@@ -178,24 +219,21 @@ def _layer(
         qkv,
         stacked([a.out.weight], device)[0],
         None if a.out.bias is None else vector(a.out.bias, device),
-        one if a.q_norm is None else _norm(a.q_norm, device),
-        one if a.k_norm is None else _norm(a.k_norm, device),
+        one if a.q_norm is None else _norm(a.q_norm, device) * factor,
+        one if a.k_norm is None else _norm(a.k_norm, device) / factor,
         a.q_norm is not None,
         *rotary,
         one if a.sinks is None else vector(a.sinks, device),
         a.sinks is not None,
         a.window,
         a.soft_cap,
-        kv[0],
-        kv[1],
+        kv,
     )
-    return DenseLayer(
+    return DecoderLayer(
         attention,
         _norm(layer.mixer_norm, device),
         layer.mixer_post_norm and _norm(layer.mixer_post_norm, device),
         _norm(layer.ff_norm, device),
         layer.ff_post_norm and _norm(layer.ff_post_norm, device),
-        paired(ff.gate.weight, ff.up.weight, device),
-        stacked([ff.down.weight], device)[0],
-        ACTIVATIONS[ff.activation],
+        upload_feed_forward(layer.feed_forward, device),
     )

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
+from shoal.runners.cuda.access import DeviceBlocks
+from shoal.runners.cuda.choices import largest, until_invalid
 from shoal.runners.cuda.model import DeviceModel
 from shoal.runners.cuda.step import BLOCK, SPLIT, UPDATES, Shape, Step, tile_tokens
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
@@ -37,10 +39,11 @@ class CUDARunner:
     decoding runs one step ahead: where the next plan is the one that was guessed, its outcome is there already.
     """
 
-    def __init__(self, model: DeviceModel, spec: ModelSpec, *, slots: int, rows: int) -> None:
-        """For at most `slots` sequences and `rows` rows of a step; see `load` of the package."""
+    def __init__(self, model: DeviceModel, spec: ModelSpec, identity: str, *, slots: int, rows: int) -> None:
+        """For at most `slots` sequences and `rows` rows of a step; see `load` of the package and `identity_of`."""
         self._spec = spec
         self._model = model
+        self._blocks = DeviceBlocks(model.kv.parts, spec.num_blocks, BLOCK, identity)
         self._spare = spec.num_blocks  # the KV block that rows which fill up a bucket write to
         width = -(-spec.context_length // BLOCK) + 1
         tables = torch.full((slots + 1, width), self._spare, dtype=torch.int32, device=model.device)
@@ -58,9 +61,9 @@ class CUDARunner:
         return self._spec
 
     @property
-    def access(self) -> None:
-        """None: blocks are not read or written as bytes."""
-        return None
+    def access(self) -> DeviceBlocks:
+        """The blocks of KV as bytes."""
+        return self._blocks
 
     @property
     def peak_bytes(self) -> int | None:
@@ -79,7 +82,7 @@ class CUDARunner:
         """Free the device's memory. Idempotent."""
         self._ahead = None
         if hasattr(self, "_step"):
-            del self._step, self._model
+            del self._step, self._model, self._blocks
             if self._cuda:
                 torch.cuda.empty_cache()
 
@@ -90,15 +93,17 @@ class CUDARunner:
         """
         self._check(plan)
         try:
-            guessed = self._take_ahead(plan)
-            if guessed is not None:
-                return guessed
-            return self._execute(plan)
+            output = self._take_ahead(plan) or self._execute(plan)
         except torch.cuda.OutOfMemoryError as error:
+            self._forget_tables()
+            torch.cuda.empty_cache()
             hint = "lower kv_memory, max_batch or max_step_tokens"
             raise RunnerError(f"step {plan.step}: out of device memory", value=plan.num_tokens, hint=hint) from error
         except RuntimeError as error:
+            self._forget_tables()
             raise RunnerError(f"step {plan.step}: {error}", value=plan.step) from error
+        self._blocks.wrote(plan.sequences, plan.chain)
+        return output
 
     # -- from a plan to rows ------------------------------------------------------------------------------------
 
@@ -119,7 +124,7 @@ class CUDARunner:
 
     def _execute(self, plan: StepPlan) -> StepOutput:
         for source, target in plan.copies:
-            self._model.kv[:, :, target] = self._model.kv[:, :, source]
+            self._blocks.copy(source, target)
         if not plan.sequences:
             return StepOutput({})
         lone = [s for s in plan.sequences if len(s.tokens) == 1]
@@ -211,6 +216,10 @@ class CUDARunner:
         first = range(len(known), len(table)) if kept else range(len(table))
         return [(begin + i, table[i]) for i in first if i >= len(known) or known[i] != table[i]]
 
+    def _forget_tables(self) -> None:
+        """Some entries may not have come to the device: the next plan sends all tables whole."""
+        self._known = dict.fromkeys(self._known, ())
+
     def _write_updates(self, changed: list[tuple[int, int]], updates: NDArray[np.int32]) -> None:
         idle = ((len(self._step.tables) - 1) * self._step.tables.shape[1], self._spare)
         updates[:] = np.array(changed + [idle] * (UPDATES - len(changed)), np.int32).reshape(-1)
@@ -283,7 +292,7 @@ class CUDARunner:
         if rows:
             logits = device[torch.tensor(rows, device=device.device)].cpu().numpy()
         if few:
-            top = _largest(device, [at[s.seq_id] for s in few], [s.top for s in few], [s.seq_id for s in few])
+            top = largest(device, [at[s.seq_id] for s in few], [s.top for s in few], [s.seq_id for s in few])
         if self._cuda:
             torch.cuda.current_stream().synchronize()
         tokens = [link.tolist() for link in links]
@@ -292,7 +301,7 @@ class CUDARunner:
             if s.want is Want.ARGMAX:
                 first = at[s.seq_id]
                 found = [link[first] for link in tokens] if s.rows == 1 else tokens[0][first : first + s.rows]
-                argmax[s.seq_id] = _until_invalid(found)
+                argmax[s.seq_id] = until_invalid(found)
         return StepOutput(argmax, logits, top)
 
     # -- one step ahead -----------------------------------------------------------------------------------------
@@ -347,8 +356,8 @@ class CUDARunner:
                 if changed:
                     self._step.inputs(shape).send_updates(lambda updates: self._write_updates(changed, updates))
                 self._start_ahead(shape, rows, tuple(s.block_table for s in lone), [])
-            else:  # the next plan sends its tables whole
-                self._known.update((s.seq_id, ()) for s in lone)
+            else:
+                self._forget_tables()
         ahead.done.synchronize()
         chosen = ahead.chosen.tolist()
         if self._ahead is not None:
@@ -364,32 +373,3 @@ def bucket(count: int, least: int = 1) -> int:
 def _wanting(lone: list[ScheduledSequence], fed: list[ScheduledSequence]) -> list[ScheduledSequence]:
     """The sequences that want logits, in the order of their rows."""
     return [s for s in (*lone, *fed) if s.want is not Want.NOTHING]
-
-
-def _until_invalid(tokens: list[int]) -> tuple[int, ...]:
-    """What follows a token that is none (-1) is none either."""
-    if -1 in tokens:
-        first = tokens.index(-1)
-        tokens = tokens[:first] + [-1] * (len(tokens) - first)
-    return tuple(tokens)
-
-
-def _largest(
-    logits: torch.Tensor, rows: list[int], counts: list[int], seq_ids: list[SeqId]
-) -> dict[SeqId, tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """The largest logits of each row, of equals the lowest tokens, in rising order of tokens; none where not finite."""
-    picked = logits[torch.tensor(rows, device=logits.device)]
-    bits = picked.view(torch.int32).to(torch.int64)
-    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # rises with the float
-    vocabulary = logits.shape[1]
-    keys = ordered * (1 << 20) + (vocabulary - 1 - torch.arange(vocabulary, device=logits.device))
-    _, tokens = torch.topk(keys, max(counts), dim=1)
-    finite = torch.isfinite(picked).all(dim=1).tolist()
-    values = torch.gather(picked, 1, tokens).cpu().numpy()
-    ids = tokens.cpu().numpy()
-    out = {}
-    for i, (seq_id, count) in enumerate(zip(seq_ids, counts, strict=True)):
-        best, shown = ids[i, :count], values[i, :count]
-        order = np.argsort(best) if finite[i] else np.array([], np.int64)
-        out[seq_id] = (best[order].astype(np.int64), shown[order])
-    return out

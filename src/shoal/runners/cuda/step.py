@@ -12,13 +12,16 @@ import triton
 from numpy.typing import NDArray
 
 from shoal.runners.cuda import kernels as k
-from shoal.runners.cuda.model import DenseLayer, DeviceAttention, DeviceModel
+from shoal.runners.cuda import kernels_attention as ka
+from shoal.runners.cuda.feed import DeviceMixture
+from shoal.runners.cuda.mixtures import MixtureBuffers, launch_mixture
+from shoal.runners.cuda.model import DecoderLayer, DeviceAttention, DeviceModel
+from shoal.runners.cuda.products import FEW_ROWS, HEAD_N, product
 from shoal.runners.cuda.weights import Matrix
 
 BLOCK = 32  # token slots of a KV block
 SPLIT = 128  # tokens of an attention split
 UPDATES = 256  # block-table entries that a step can change inside its graph
-_FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
 _GRAPHS = 96  # captured shapes kept
 _HEADS_EACH = 8  # heads that one program norms and rotates
 
@@ -109,8 +112,11 @@ class StepBuffers:
         self.qkv = empty(rows, widest)
         self.q = empty(rows, heads)
         self.attended = empty(rows, heads)
-        self.inner = empty(rows, max(layer.ff_size for layer in model.layers))
-        self.parts = empty(max(rows, 4 * _FEW_ROWS), model.width, dtype=torch.float32)
+        feeds = [layer.feed_forward for layer in model.layers]
+        self.inner = empty(rows * max(ff.inner for ff in feeds))
+        self.parts = empty(max(rows * max(ff.parts for ff in feeds), 4 * FEW_ROWS), model.width, dtype=torch.float32)
+        mixtures = [ff for ff in feeds if isinstance(ff, DeviceMixture)]
+        self.mixture = MixtureBuffers(mixtures, rows, model.device) if mixtures else None
         self.final = empty(wanted, model.width)
         self.logits = empty(wanted, model.vocab_size, dtype=torch.float32)
         self.tiles = -(-model.vocab_size // HEAD_N)
@@ -130,9 +136,6 @@ class StepBuffers:
             for width in (1, 1, self._heads * lone * splits // shares)
         )
         return True
-
-
-HEAD_N = 128  # tokens of the vocabulary that one program takes
 
 
 class Step:
@@ -198,17 +201,27 @@ class Step:
             self._attention(shape, layer)
             segments = self._product(shape, b.attended, layer.attention.out, b.parts, k.PARTS)
             self._norm(shape, layer, segments, first=False)
-            self._product(shape, b.normed, layer.gate_up, b.inner, k.GATED, act=layer.activation)
-            segments = self._product(shape, b.inner, layer.down, b.parts, k.PARTS)
+            segments = self._feed_forward(shape, layer)
         self._norm(shape, None, segments, first=True)
         self._head(shape)
 
+    def _feed_forward(self, shape: Shape, layer: DecoderLayer) -> int:
+        """Leaves its output in `parts`; returns in how many sums."""
+        b, ff = self.buffers, layer.feed_forward
+        if isinstance(ff, DeviceMixture):
+            assert b.mixture is not None
+            slots, spare = self._inputs[shape].tensors["slots"], len(self.tables) - 1
+            x, out = (b.normed, b.inner), b.parts
+            return launch_mixture(ff, b.mixture, x, out, slots, spare, shape.rows, self._options(shape))
+        self._product(shape, b.normed, ff.gate_up, b.inner, k.GATED, act=ff.activation)
+        return self._product(shape, b.inner, ff.down, b.parts, k.PARTS)
+
     def _options(self, shape: Shape) -> dict[str, bool]:
         """How kernels are launched: with few rows each starts while the one before ends; more would take its place."""
-        few = self._dependent and shape.rows <= _FEW_ROWS
+        few = self._dependent and shape.rows <= FEW_ROWS
         return {"PDL": few, "launch_pdl": few, "enable_fp_fusion": False}
 
-    def _norm(self, shape: Shape, layer: DenseLayer | None, segments: int, *, first: bool) -> None:
+    def _norm(self, shape: Shape, layer: DecoderLayer | None, segments: int, *, first: bool) -> None:
         """Add the last product to the residual, and norm for attention (`first`) or the feed-forward."""
         m, b = self.model, self.buffers
         weight = m.norm if layer is None else layer.mixer_norm if first else layer.ff_norm
@@ -226,26 +239,26 @@ class Step:
             **self._options(shape),
         )
 
-    def _attention(self, shape: Shape, layer: DenseLayer) -> None:
+    def _attention(self, shape: Shape, layer: DecoderLayer) -> None:
         m, b, t, a = self.model, self.buffers, self._inputs[shape].tensors, layer.attention
         column = 0
         for matrix, bias in a.qkv:
             self._product(shape, b.normed, matrix, b.qkv[:, column:], k.STORE, bias=bias, ld=a.width)
             column += matrix.n
-        k.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
+        ka.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
             *(b.qkv, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
-            *(a.keys, a.values, b.q, m.eps, self.tables.shape[1]),
-            *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, _HEADS_EACH),
+            *(*a.kv, b.q, m.eps, self.tables.shape[1]),
+            *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, m.eight, _HEADS_EACH),
             num_warps=2,
             **self._options(shape),
         )
         if shape.lone:
             self._attend_lone(shape, a)
         if shape.tiles:
-            k.attend_tiles[(shape.tiles, a.kv_heads)](
-                *(b.q, a.keys, a.values, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended),
+            ka.attend_tiles[(shape.tiles, a.kv_heads)](
+                *(b.q, *a.kv, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended),
                 *(self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0),
-                *(a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads),
+                *(a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads, m.eight),
                 *(a.soft_cap is not None, a.window is not None, a.has_sinks),
                 num_warps=4,
                 num_stages=1,
@@ -258,24 +271,24 @@ class Step:
         partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
         trunks = shape.trunks if a.window is None else 0  # a window reads little: each row its own
         limits = (self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0)
-        sizes = (a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads)
+        sizes = (a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads, self.model.eight)
         kinds = (a.soft_cap is not None, a.window is not None, a.has_sinks)
-        reads = (b.q, a.keys, a.values, self.tables, t["positions"])
+        reads = (b.q, *a.kv, self.tables, t["positions"])
         if trunks:
-            k.attend_trunks[(trunks, a.kv_heads)](
+            ka.attend_trunks[(trunks, a.kv_heads)](
                 *(*reads, t["readers"], t["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
                 num_warps=4,
                 **options,
             )
         skipped = t["trunk_splits"] if trunks else self.model.zeros
-        k.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
+        ka.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
             *(*reads, t["slots"], skipped, a.sinks, b.attended, *partials, *limits),
             *(shape.splits, shape.span, *sizes, *kinds),
             num_warps=4,
             **options,
         )
         if shape.splits > 1:
-            k.merge_rows[(a.heads, shape.lone)](
+            ka.merge_rows[(a.heads, shape.lone)](
                 *(t["positions"], a.sinks, b.attended, *partials, limits[3], shape.splits, a.heads, a.dim, *kinds[1:]),
                 num_warps=1,
                 **options,
@@ -309,70 +322,6 @@ class Step:
     def _product(self, shape: Shape, x: torch.Tensor, w: Matrix, out: torch.Tensor, epilogue: Any, **how: Any) -> int:
         """`product` over all rows of the step."""
         return product(x, w, out, epilogue, shape.rows, dependent=self._options(shape)["PDL"], **how)
-
-
-def product(
-    x: torch.Tensor,
-    w: Matrix,
-    out: torch.Tensor,
-    epilogue: Any,
-    rows: int,
-    *,
-    bias: torch.Tensor | None = None,
-    ld: int | None = None,
-    act: int = 0,
-    best: tuple[torch.Tensor, torch.Tensor] | None = None,
-    cap: float | None = None,
-    logit_scale: float = 1.0,
-    logits: bool = False,
-    dependent: bool = False,
-) -> int:
-    """Launch a product of `rows` rows; returns in how many sums an output of PARTS is left (see `kernels.product`)."""
-    gated = epilogue == k.GATED
-    n = w.n // 2 if gated else w.n
-    segments = segments_of(w.k)
-    bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
-    if w.form != k.BF16:  # what is unpacked waits in registers, not in more stages
-        stages = 3
-    split = segments if epilogue == k.PARTS and rows <= _FEW_ROWS else 1
-    values, places = best or (out, out)
-    k.product[(triton.cdiv(w.n, bn), triton.cdiv(rows, bm), split)](
-        *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, values, places),
-        *(rows, ld or n, cap or 0.0, logit_scale),
-        *(n, w.k, segments, split, w.form, epilogue, bias is not None, act, cap is not None, logits),
-        *(bm, bn, load_of(w.k, rows), dependent),
-        num_warps=warps,
-        num_stages=stages,
-        launch_pdl=dependent,
-        enable_fp_fusion=False,
-    )
-    return int(split)
-
-
-def segments_of(inputs: int) -> int:
-    """Segments that a product of so many inputs is cut into: of its shape only."""
-    return next(s for s in (4, 2, 1) if inputs % (s * 64) == 0 or s == 1)
-
-
-def load_of(inputs: int, rows: int) -> int:
-    """Inputs of one load. A segment is two or more of them: a compiler would make one chain of segments of a single
-    product.
-    """
-    length = inputs // segments_of(inputs)
-    most = 128 if rows <= 64 else 64
-    return next(size for size in (128, 64, 32) if size <= most and length % size == 0 and (length > size or size == 32))
-
-
-def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
-    """Rows and outputs of one program, its warps, and loads in flight. They choose who sums what, never in which
-    order.
-    """
-    if rows <= 64:
-        few = max(16, triton.next_power_of_2(rows))
-        return (few, HEAD_N, 8, 3) if head else (few, 64, 4, 6 if few <= 32 else 4)
-    if head:
-        return 64, HEAD_N, 4, 4
-    return (64, 64, 4, 4) if rows <= 512 else (128, 128, 8, 4)
 
 
 def tile_tokens(group: int) -> int:

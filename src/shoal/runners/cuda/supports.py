@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.models.decoder import Attention, Decoder, Dense, Layer
+from shoal.models.decoder import Attention, Decoder, Dense, FeedForward, Layer, Mixture
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clipped": 2}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 
 
 def refusal(decoder: Decoder) -> str | None:
@@ -25,19 +26,18 @@ def refusal(decoder: Decoder) -> str | None:
 
 
 def _layer_refusal(layer: Layer) -> str | None:
-    mixer, ff = layer.mixer, layer.feed_forward
+    mixer = layer.mixer
     if not isinstance(mixer, Attention) or mixer.k is None or mixer.v is None:
         return f"a mixer of kind {type(mixer).__name__}, or one that reads another layer's KV"
-    if not isinstance(ff, Dense):
-        return f"a feed-forward of kind {type(ff).__name__}"
-    if ff.gate is None or ff.activation not in ACTIVATIONS or ff.gate.bias or ff.up.bias or ff.down.bias:
-        return f"a feed-forward with biases, without a gate, or of activation {ff.activation}"
+    reason = _feed_refusal(layer.feed_forward)
+    if reason is not None:
+        return reason
     sizes = {mixer.key_dim, mixer.value_dim}
     if len(sizes) > 1 or mixer.key_dim & (mixer.key_dim - 1) or not 64 <= mixer.key_dim <= 256:
         return f"heads of {mixer.key_dim} and {mixer.value_dim} elements (it takes 64, 128 and 256)"
     group = mixer.heads // mixer.kv_heads
-    if group & (group - 1) or group > 16:
-        return f"{group} query heads for one KV head (it takes powers of two up to 16)"
+    if group > 16 or mixer.heads % mixer.kv_heads:
+        return f"{mixer.heads} query heads for {mixer.kv_heads} KV heads (it takes up to 16 for one)"
     if mixer.gate or mixer.v_norm or mixer.norm_over_heads or mixer.query_scale or mixer.rotary is None:
         return "an output gate, a norm of values or over all heads, a scale by position, or no rotary positions"
     if (mixer.q_norm is None) != (mixer.k_norm is None) or layer.mixer_norm is None or layer.ff_norm is None:
@@ -50,7 +50,50 @@ def _layer_refusal(layer: Layer) -> str | None:
     return None
 
 
-def kv_bytes_per_token(decoder: Decoder) -> int:
-    """Bytes of keys and values, all layers, of one token."""
+def _feed_refusal(ff: FeedForward | None) -> str | None:
+    if isinstance(ff, Mixture):
+        return _mixture_refusal(ff)
+    if not isinstance(ff, Dense):
+        return "no feed-forward"
+    if ff.gate is None or ff.activation not in ACTIVATIONS or ff.gate.bias or ff.up.bias or ff.down.bias:
+        return f"a feed-forward with biases, without a gate, or of activation {ff.activation}"
+    return None
+
+
+def _mixture_refusal(ff: Mixture) -> str | None:
+    if ff.gate is None or ff.activation not in ACTIVATIONS:
+        return f"experts without a gate, or of activation {ff.activation}"
+    if ff.groups > 1:
+        return f"experts chosen by groups ({ff.groups_used} of {ff.groups})"
+    norms = (ff.router_norm, ff.experts_norm, ff.experts_post_norm, ff.shared_norm, ff.shared_post_norm)
+    if any(norm is not None for norm in norms) or ff.latent_in is not None or ff.latent_out is not None:
+        return "experts with norms of their own or in a latent space"
+    if ff.shared_gate is not None and ff.shared_gate.bias is not None:
+        return "a bias of the shared expert's gate"
+    return None if ff.shared is None else _feed_refusal(ff.shared)
+
+
+def step_bytes(decoder: Decoder, rows: int, wanted: int) -> int:
+    """The most memory that a step of so many rows takes, of which `wanted` want logits; mixtures take most of it."""
+    mixers = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, Attention)]
+    heads = max((2 * m.heads + m.kv_heads) * m.key_dim for m in mixers)
+    row = (
+        decoder.width * 6 + 4 * heads + max(_feed_bytes(layer.feed_forward, decoder.width) for layer in decoder.layers)
+    )
+    return rows * row + wanted * decoder.vocab_size * 4
+
+
+def _feed_bytes(ff: FeedForward | None, width: int) -> int:
+    """Of one row: what is between a feed-forward's products, and the sums that it leaves."""
+    if isinstance(ff, Mixture):
+        shared = ff.shared.size if ff.shared is not None else 0
+        routing = 8 * (ff.experts + ff.used)  # scores, lists of pairs, choices and weights
+        return 2 * max(ff.used * ff.size, shared) + 4 * width * (ff.used + 1) + routing
+    return 4 * width + (2 * ff.size if ff is not None else 0)
+
+
+def kv_bytes_per_token(decoder: Decoder, *, eight: bool = False) -> int:
+    """Bytes of keys and values, all layers, of one token: in bf16, or in `eight` bits with a float32 for each head."""
     mixers = [layer.mixer for layer in decoder.layers]
-    return sum(4 * m.kv_heads * m.key_dim for m in mixers if isinstance(m, Attention))
+    heads = (m.kv_heads * (m.key_dim + 4 if eight else 2 * m.key_dim) for m in mixers if isinstance(m, Attention))
+    return 2 * sum(heads)

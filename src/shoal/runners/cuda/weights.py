@@ -13,6 +13,7 @@ Codes and scales keep the file's values. In the product a weight becomes bf16, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from shoal.models.decoder import Weight
 from shoal.runners.affine import six_bit_scales
 
 BF16, Q8_0, Q4_0, Q4_K, Q6_K = range(5)
+_BITS = {BF16: 16.0, Q8_0: 8.5, Q4_0: 4.5, Q4_K: 4.625, Q6_K: 8.5625}
 _FORMS = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_K": Q4_K, "Q6_K": Q6_K}
 
 
@@ -51,8 +53,13 @@ def vector(weight: Weight, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(weight.values()).to(device)
 
 
-def stacked(weights: Sequence[Weight], device: torch.device) -> list[Matrix]:
-    """Weights of equal inputs one above the other: one matrix for each run of them that has one form."""
+def stacked(weights: Sequence[Weight], device: torch.device, *, plain: bool = False) -> list[Matrix]:
+    """Weights of equal inputs one above the other: one matrix for each run of them that has one form.
+
+    `plain` makes all of them bf16, and so one matrix.
+    """
+    if plain:
+        return [_upload(weights, BF16, device)]
     runs: list[list[Weight]] = []
     for weight in weights:
         if runs and form_of(runs[-1][0]) == form_of(weight):
@@ -70,6 +77,19 @@ def paired(first: Weight, second: Weight, device: torch.device) -> Matrix:
     return _upload([first, second], form, device)
 
 
+def paired_experts(weights: Sequence[Weight], device: torch.device) -> Matrix:
+    """Matrices of experts as one: of each expert the outputs of all `weights`, then the next expert.
+
+    At their own form if it is one, else in bf16.
+    """
+    forms = {form_of(weight) for weight in weights}
+    form = forms.pop() if len(forms) == 1 else BF16
+    experts, k = weights[0].shape[0], weights[0].shape[2]
+    parts = zip(*(_parts(weight, form) for weight in weights), strict=True)
+    joined = [np.concatenate([part.reshape(experts, -1, part.shape[-1]) for part in column], 1) for column in parts]
+    return _matrix(form, sum(w.shape[0] * w.shape[1] for w in weights), k, joined, device)
+
+
 def form_of(weight: Weight) -> int:
     """The form a weight is kept in: that of its type where the inputs are whole super-blocks of it, else bf16."""
     form = _FORMS.get(weight.type, BF16)
@@ -77,10 +97,20 @@ def form_of(weight: Weight) -> int:
     return form if weight.plain and weight.shape[-1] % whole == 0 else BF16
 
 
+def device_bytes(weight: Weight) -> int:
+    """What a weight takes on the device; pairs of two forms become bf16 and take more."""
+    count = math.prod(weight.shape)
+    return count * 4 if len(weight.shape) == 1 else int(count * _BITS[form_of(weight)] / 8)
+
+
 def _upload(weights: Sequence[Weight], form: int, device: torch.device) -> Matrix:
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
     columns = [_parts(weight, form) for weight in weights]
-    tensors = [_to(np.concatenate(part), device) for part in zip(*columns, strict=True)]
+    return _matrix(form, n, k, [np.concatenate(part) for part in zip(*columns, strict=True)], device)
+
+
+def _matrix(form: int, n: int, k: int, arrays: Sequence[NDArray[Any]], device: torch.device) -> Matrix:
+    tensors = [_to(array.reshape(n, -1), device) for array in arrays]
     if form == BF16:
         tensors = [tensors[0].view(torch.bfloat16)]
     tensors += [tensors[0]] * (3 - len(tensors))
@@ -92,14 +122,15 @@ def _to(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _parts(weight: Weight, form: int) -> tuple[NDArray[Any], ...]:
-    """Codes, scales and super-scales of a weight as arrays that torch knows."""
+    """Codes, scales and super-scales of a weight as arrays that torch knows, [outputs, ...]; experts lie in line."""
+    k = weight.shape[-1]
+    n = math.prod(weight.shape[:-1])
     if form == BF16:
         if weight.type == "BF16" and weight.plain:
-            return (weight.encoded().view(np.int16),)
+            return (weight.encoded().view(np.int16).reshape(n, k),)
         values = torch.from_numpy(weight.values()).to(torch.bfloat16)
-        return (values.view(torch.int16).numpy(),)
+        return (values.view(torch.int16).numpy().reshape(n, k),)
     raw = weight.encoded()
-    n, k = weight.shape
     if form == Q8_0:
         blocks = raw.reshape(n, k // 32, 34)
         return _codes(blocks[..., 2:], n), _halves(blocks, 0)

@@ -1,0 +1,150 @@
+"""The checks of `gpu.py`: against the numpy oracle, and bit for bit whatever the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_common import plan_of, runner_of, seq
+
+
+def check_products() -> list[str]:
+    """Forms and sizes of a weight whose product differs between numbers of rows, or from a float32 product."""
+    import torch
+    from tests.cuda.tiny import random_weight
+
+    from shoal.runners.cuda import kernels as k
+    from shoal.runners.cuda.step import product
+    from shoal.runners.cuda.weights import stacked
+
+    wrong = []
+    for form in ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"):
+        for n, size in ((640, 512), (96, 2304)):
+            weight = random_weight(form, n, size)
+            matrix = stacked([weight], torch.device("cuda"))[0]
+            x = torch.randn(600, size, device="cuda").bfloat16()
+            exact = x[0].float() @ torch.from_numpy(weight.values()).cuda().bfloat16().float().T
+            base = None
+            for rows in (1, 33, 600):
+                out = torch.zeros(4 * max(rows, 32) * n, device="cuda")
+                parts = product(x, matrix, out, k.PARTS, rows)
+                sums = torch.zeros(n, device="cuda")
+                for i in range(parts):
+                    sums = sums + out[i * rows * n : i * rows * n + n]
+                base = sums if base is None else base
+                error = ((sums - exact).norm() / exact.norm()).item()
+                if not torch.equal(sums, base) or error > 1e-5:
+                    wrong.append(f"{form} {n}x{size} rows {rows}: {error:.1e}, {torch.equal(sums, base)}")
+    return wrong
+
+
+def check_tiny() -> list[dict[str, Any]]:
+    """Tiny decoders: prefill, chunks, single tokens and batches against the oracle, and bit for bit."""
+    import numpy as np
+    from tests.cuda.tiny import prompts, tiny_decoder
+
+    from shoal.models import oracle
+
+    forms: list[dict[str, Any]] = [
+        {},
+        {"kind": "Q4_K", "bias": True},
+        {"window": 40, "sinks": True, "post_norms": True, "qk_norm": False},
+        {"kind": "Q6_K"},
+        {"kind": "Q4_0", "soft_cap": 20.0},
+        {"kind": "Q8_0", "heads": 8, "kv_heads": 1},
+        {"heads": 6, "kv_heads": 2},
+        {"eight": True},
+        {"eight": True, "window": 40, "sinks": True},
+        {"mixture": {"experts": 8, "used": 2}},
+        {"kind": "Q4_K", "mixture": {"experts": 8, "used": 4, "shared": True, "gated": True}},
+        {"mixture": {"experts": 6, "used": 3, "scoring": "sigmoid", "selection": True, "scale": 1.5}},
+        {
+            **{"bias": True, "sinks": True},
+            "mixture": {"experts": 8, "used": 4, "scoring": "chosen", "activation": "swiglu_clipped"},
+        },
+    ]
+    found = []
+    for form in forms:
+        decoder = tiny_decoder(**{name: value for name, value in form.items() if name != "eight"})
+        runner = runner_of(decoder, blocks=512, slots=32, rows=512, eight=form.get("eight", False))
+        prompt, *others = prompts(1, [400, *range(130, 300, 5)])
+        exact = oracle.logits(decoder, prompt)
+        whole = runner.execute(plan_of(seq(1, prompt, 0, range(13)))).logits[0]
+        at, chunked = 0, None
+        for size in (37, 1, 200, 1, 61, 99, 1):
+            chunked = runner.execute(plan_of(seq(2, prompt[at : at + size], at, range(13, 26)))).logits[0]
+            at += size
+        tables = {3: range(26, 39)} | {4 + i: range(39 + 10 * i, 49 + 10 * i) for i in range(len(others))}
+        feeding = [seq(3, prompt[:-1], 0, tables[3], "nothing")]
+        feeding += [seq(4 + i, p[:-1], 0, tables[4 + i], "nothing") for i, p in enumerate(others[:3])]
+        runner.execute(plan_of(*feeding[:1]))
+        for item in feeding[1:]:
+            runner.execute(plan_of(item))
+        batch = [seq(3, prompt[-1:], len(prompt) - 1, tables[3])]
+        batch += [seq(4 + i, p[-1:], len(p) - 1, tables[4 + i]) for i, p in enumerate(others[:3])]
+        batch += [seq(20, others[5], 0, range(400, 410))]
+        mixed = runner.execute(plan_of(*batch)).logits[0]
+        trunk = [seq(30 + i, prompt[-1:], len(prompt) - 1, [*range(12), 420 + i]) for i in range(6)]
+        for item in trunk:
+            runner.execute(plan_of(seq(item.seq_id, prompt[384:-1], 384, item.block_table, "nothing")))
+        shared = runner.execute(plan_of(*trunk)).logits
+        found.append(
+            {
+                "form": form,
+                "kl": oracle.mean_kl(exact[-1:], whole[None]),
+                "chunked_equal": bool(np.array_equal(whole, chunked)),
+                "batched_equal": bool(np.array_equal(whole, mixed)),
+                "trunk_equal": all(bool(np.array_equal(whole, row)) for row in shared),
+            }
+        )
+        runner.close()
+    return found
+
+
+def check_ahead() -> bool:
+    """Greedy tokens step by step, with one step ahead, equal those of a chain."""
+    from tests.cuda.tiny import prompts, tiny_decoder
+
+    decoder = tiny_decoder()
+    outputs = []
+    for chain in (1, 8):
+        runner = runner_of(decoder, blocks=64, slots=8, rows=512)
+        rows = {i: list(p) for i, p in enumerate(prompts(3, [33, 60, 5]))}
+        tables = {i: tuple(range(8 * i, 8 * i + 8)) for i in rows}
+        for i, tokens in rows.items():
+            out = runner.execute(plan_of(seq(i, tokens, 0, tables[i], "argmax")))
+            tokens.append(out.argmax[i][0])
+        for _ in range(64 // chain):
+            step = [seq(i, t[-1:], len(t) - 1, tables[i], "argmax") for i, t in rows.items()]
+            out = runner.execute(plan_of(*step, chain=chain))
+            for i, tokens in rows.items():
+                tokens.extend(out.argmax[i])
+        outputs.append(rows)
+        runner.close()
+    return outputs[0] == outputs[1]
+
+
+def check_schedules(schedules: int) -> dict[str, Any]:
+    """Random schedules through the engine's loop: every row's logits and every output against what it gets alone."""
+    from tests.cuda.tiny import tiny_decoder
+    from tests.parity.equality import run
+
+    forms: dict[str, dict[str, Any]] = {
+        "bf16": {},
+        "Q4_K, KV in 8 bits": {"kind": "Q4_K", "eight": True},
+        "windows and sinks": {"window": 40, "sinks": True},
+        "experts": {"mixture": {"experts": 8, "used": 2, "shared": True, "gated": True}},
+    }
+    found = {}
+    for name, form in forms.items():
+        eight = form.pop("eight", False)
+        runner = runner_of(tiny_decoder(**form), blocks=160, slots=32, rows=2048, eight=eight)
+        outcome = run(runner, schedules=schedules, requests=24, say=True)
+        runner.close()
+        found[name] = {
+            "schedules": outcome.schedules,
+            "rows": outcome.rows,
+            "rows_differing": outcome.rows_differing,
+            "outputs_differing": outcome.outputs_differing,
+            "seen": dict(outcome.seen),
+        }
+    return found

@@ -1,0 +1,75 @@
+"""What the parts of `gpu.py` share: runners over decoders, plans, and decoding through `execute`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+def runner_of(decoder: Any, *, blocks: int, slots: int, rows: int, eight: bool = False) -> Any:
+    """A CUDA runner over a decoder: `blocks` of KV, `slots` sequences, `rows` rows of a step."""
+    from shoal.runners.cuda.backend import load_decoder
+    from shoal.runners.cuda.supports import kv_bytes_per_token
+
+    return load_decoder(
+        decoder,
+        "cuda:0",
+        key=f"random {decoder.name}",
+        kv_bytes=blocks * 32 * kv_bytes_per_token(decoder, eight=eight),
+        memory_bytes=None,
+        max_batch=slots,
+        max_step_tokens=rows,
+        eight=eight,
+    )
+
+
+def decoder_of(shape: str, format: str, folder: Any) -> Any:
+    """A model of random weights in a real shape, through a GGUF file as `shoal bench --shape` writes it."""
+    from shoal.bench.shapes import write_shape
+    from shoal.models import families
+    from shoal.models.gguf import read_gguf
+
+    path = folder / f"{shape}-{format}.gguf"
+    if not path.exists():
+        write_shape(path, shape, format)
+    return families.describe(read_gguf(path))
+
+
+def plan_of(*sequences: Any, chain: int = 1) -> Any:
+    from shoal.runners.plan import StepPlan
+
+    return StepPlan(1, tuple(sequences), chain=chain)
+
+
+def seq(seq_id: int, tokens: Any, start: int, table: Any, want: str = "logits") -> Any:
+    from shoal.runners.plan import ScheduledSequence, Want
+
+    return ScheduledSequence(seq_id, tuple(tokens), start, tuple(table), Want(want))
+
+
+class Decoding:
+    """Greedy decoding of some rows through `execute`, at a context, with blocks of a trunk that all rows share."""
+
+    def __init__(self, runner: Any, count: int, context: int, trunk: int) -> None:
+        blocks, held = -(-(context + 64) // 32), trunk // 32
+        own = blocks - held
+        self.runner = runner
+        shared = tuple(range(held))
+        self.tables = [shared + tuple(range(held + i * own, held + (i + 1) * own)) for i in range(count)]
+        self.rows = [[(7 * i) % 1000, context - 12] for i in range(count)]
+
+    def step(self) -> None:
+        items = enumerate(self.rows)
+        out = self.runner.execute(plan_of(*(seq(i, (t,), at, self.tables[i], "argmax") for i, (t, at) in items)))
+        for i, row in enumerate(self.rows):
+            row[0], row[1] = out.argmax[i][0], row[1] + 1
+
+    def seconds(self, steps: int = 8) -> float:
+        """Of one step; the rows go back to where they were."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        taken = (time.perf_counter() - begin) / steps
+        for row in self.rows:
+            row[1] -= steps
+        return taken

@@ -1,0 +1,290 @@
+"""The Triton kernels of attention over KV blocks; rules and letters are those of `kernels.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+SPLIT = tl.constexpr(128)  # tokens of one attention split
+BLOCK = tl.constexpr(32)  # token slots of a KV block
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def rotate_and_keep(
+    qkv, q_norm, k_norm, cosines, sines, positions, slots, tables, keys, values, key_scales, value_scales, q,
+    eps, T, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, NORMED: tl.constexpr,
+    EIGHT: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate queries and keys of a row; put keys and values into its KV block. EACH heads a program.
+
+    Programs: (rows, (HEADS + 2 KV) / EACH, rounded up). qkv bf16 [R, (HEADS + 2 KV) * D]; q bf16 [R, HEADS, D]; keys
+    and values bf16 [blocks, KV, BLOCK, D], or with EIGHT int8 and their scales float32 [blocks, KV, BLOCK]; the first
+    ROT of D are rotated in pairs (i, i + ROT / 2) with cosines and sines float32 [positions, ROT / 2].
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    head = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    at = tl.arange(0, D)
+    inside = (head < HEADS + 2 * KV)[:, None] & (at >= 0)[None, :]
+    source = qkv + row * ((HEADS + 2 * KV) * D) + head[:, None] * D
+    value = tl.load(source + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    position = tl.load(positions + row)
+    is_key = (head >= HEADS)[:, None]
+    is_value = (head >= HEADS + KV)[:, None]
+    half: tl.constexpr = ROT // 2
+    partner = tl.where(at < half, at + half, tl.where(at < ROT, at - half, at))
+    other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    plain = value
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+        weight = tl.where(is_key, tl.load(k_norm + at)[None, :], tl.load(q_norm + at)[None, :])
+        mate = tl.where(is_key, tl.load(k_norm + partner)[None, :], tl.load(q_norm + partner)[None, :])
+        value = value * scale * weight
+        other = other * scale * mate
+    pair = tl.where(at < half, at, at - half)
+    cosine = tl.load(cosines + position * half + pair, mask=at < ROT, other=1.0)[None, :]
+    sine = tl.load(sines + position * half + pair, mask=at < ROT, other=0.0)[None, :]
+    turned = value * cosine + tl.where((at < half)[None, :], -other, other) * sine
+    value = tl.where(is_value, plain, turned)
+    slot = tl.load(slots + row)
+    block = tl.load(tables + slot.to(tl.int64) * T + position // BLOCK).to(tl.int64)
+    kv_head = tl.where(is_value, head[:, None] - HEADS - KV, head[:, None] - HEADS)
+    kept = (block * KV + kv_head) * BLOCK + position % BLOCK  # [EACH, 1]
+    place = kept * D + at[None, :]
+    a_key, a_value = is_key & (is_value == 0), is_value & (head < HEADS + 2 * KV)[:, None]
+    if EIGHT:
+        codes, scales = _eight_bits(value)
+        tl.store(keys + place, codes, mask=inside & a_key)
+        tl.store(values + place, codes, mask=inside & a_value)
+        tl.store(key_scales + kept, scales, mask=a_key)
+        tl.store(value_scales + kept, scales, mask=a_value)
+    else:
+        tl.store(keys + place, value.to(tl.bfloat16), mask=inside & a_key)
+        tl.store(values + place, value.to(tl.bfloat16), mask=inside & a_value)
+    tl.store(q + (row * HEADS + head[:, None]) * D + at[None, :], value.to(tl.bfloat16), mask=inside & (is_key == 0))
+
+
+@triton.jit
+def _eight_bits(value):
+    """Rows of float32 [M, D] as int8 codes, the largest of a row 127 or -127, and float32 scales [M, 1]."""
+    most = tl.max(tl.abs(value), axis=1)[:, None]
+    unit = tl.where(most > 1e-30, 127.0 / tl.maximum(most, 1e-30), 0.0)
+    return tl.floor(value * unit + 0.5).to(tl.int8), most / 127.0
+
+
+@triton.jit
+def _partial(
+    q, keys, values, key_scales, value_scales, table, start, position, last, kv_head, scale, cap, window,
+    KV: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
+    EIGHT: tl.constexpr,
+):  # fmt: skip
+    """One split: tokens start .. start + SPAN - 1 for queries q bf16 [M, D] at `position` [M] (they see up to their
+    own).
+
+    M is 64: a smaller tile would take another instruction, whose sums differ. `last` is the largest position. SPAN is
+    SPLIT, or half of it where no row of the step has more: what it leaves out would add zeros at the end. Returns the
+    largest score [M] (in powers of two; -inf where a row sees nothing), the sum of weights [M] and the weighted values
+    float32 [M, D]. The sum of weights is a product with ones: it has one order in every tile. With EIGHT, keys and
+    values are codes, exact in bf16: a key's scale multiplies its scores, a value's scale its weights.
+    """
+    token = start + tl.arange(0, SPAN)
+    seen = token <= last
+    block = tl.load(table + token // BLOCK, mask=seen, other=0).to(tl.int64)
+    slot = (block * KV + kv_head) * BLOCK + token % BLOCK
+    at = slot * D
+    d = tl.arange(0, D)
+    k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    if EIGHT:
+        k, v = k.to(tl.float32).to(tl.bfloat16), v.to(tl.float32).to(tl.bfloat16)
+    score = tl.dot(q, k.trans()) * scale
+    if EIGHT:
+        score = score * tl.load(key_scales + slot, mask=seen, other=0.0)[None, :]
+    if CAPPED:
+        score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
+    visible = token[None, :] <= position[:, None]
+    if WINDOW:
+        visible = visible & (token[None, :] > position[:, None] - window)
+    score = tl.where(visible, score * LOG2E, float("-inf"))
+    most = tl.max(score, axis=1)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    share = tl.exp2(score - base[:, None])
+    weight = share.to(tl.bfloat16)
+    if EIGHT:
+        mixed = tl.dot((share * tl.load(value_scales + slot, mask=seen, other=0.0)[None, :]).to(tl.bfloat16), v)
+    else:
+        mixed = tl.dot(weight, v)
+    ones = tl.full([SPAN, 16], 1.0, tl.float32).to(tl.bfloat16)
+    total = tl.max(tl.dot(weight, ones), axis=1)  # 16 equal columns
+    return most, total, mixed
+
+
+@triton.jit
+def _merge(most, total, mixed, most2, total2, mixed2):
+    """Two runs of splits, the first before the second, as one."""
+    new = tl.maximum(most, most2)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    a, b = tl.exp2(most - base), tl.exp2(most2 - base)
+    return new, total * a + total2 * b, mixed * a[:, None] + mixed2 * b[:, None]
+
+
+@triton.jit
+def _begin(sinks, head, M: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr):
+    """The state before any split: nothing, or a sink that takes its share of the weight and gives no value."""
+    if SINKS:
+        most = tl.load(sinks + head) * LOG2E
+        total = tl.full([M], 1.0, tl.float32)
+    else:
+        most = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+    return most, total, tl.zeros([M, D], tl.float32)
+
+
+@triton.jit
+def attend_rows(
+    q, keys, values, key_scales, value_scales, tables, positions,
+    slots, trunk_splits, sinks, out, p_most, p_total, p_mixed,
+    T, scale, cap, window, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    D: tl.constexpr, G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows).
+
+    With one split out bf16 [R, HEADS, D] is written, else the split's share goes to p_* [R, HEADS, SPLITS(, D)] for
+    `merge_rows`. Splits below trunk_splits[row] are left to `attend_trunks`.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    start = split * SPLIT
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0) // SPLIT
+    if (start <= position) & (split >= first) & (split >= tl.load(trunk_splits + row)):
+        g = tl.arange(0, 64)
+        head = kv_head * G + tl.minimum(g, G - 1)
+        d = tl.arange(0, D)
+        mine = tl.load(q + (row * HEADS + head)[:, None] * D + d[None, :])
+        table = tables + tl.load(slots + row).to(tl.int64) * T
+        at = tl.full([64], 0, tl.int32) + position
+        most, total, mixed = _partial(
+            mine, keys, values, key_scales, value_scales, table, start, at, position, kv_head, scale, cap, window,
+            KV, D, SPAN, CAPPED, WINDOW, EIGHT,
+        )  # fmt: skip
+        ok = g < G
+        if SPLITS == 1:
+            m0, t0, v0 = _begin(sinks, head, 64, D, SINKS)
+            m0, t0, v0 = _merge(m0, t0, v0, most, total, mixed)
+            result = (v0 / t0[:, None]).to(tl.bfloat16)
+            tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=ok[:, None])
+        else:
+            place = (row * HEADS + head) * SPLITS + split
+            tl.store(p_most + place, most, mask=ok)
+            tl.store(p_total + place, total, mask=ok)
+            tl.store(p_mixed + place.to(tl.int64)[:, None] * D + d[None, :], mixed, mask=ok[:, None])
+
+
+@triton.jit
+def attend_trunks(
+    q, keys, values, key_scales, value_scales, tables, positions,
+    readers, trunks, p_most, p_total, p_mixed,
+    T, scale, cap, window, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Splits that several rows share, read once for all of them. Programs: (work items, KV).
+
+    trunks int32 [items, 4]: the table's slot, the split, the first of `readers` and how many (at most 64 / G); 0 of
+    them is no work. Only layers without a window have trunks.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    slot, split = tl.load(trunks + item * 4), tl.load(trunks + item * 4 + 1)
+    first, count = tl.load(trunks + item * 4 + 2), tl.load(trunks + item * 4 + 3)
+    if count > 0:
+        i = tl.arange(0, 64)
+        reader = tl.load(readers + first + tl.minimum(i // G, count - 1))
+        head = kv_head * G + i % G
+        d = tl.arange(0, D)
+        mine = tl.load(q + (reader * HEADS + head)[:, None] * D + d[None, :])
+        position = tl.load(positions + reader)
+        table = tables + slot.to(tl.int64) * T
+        most, total, mixed = _partial(
+            mine, keys, values, key_scales, value_scales, table, split * SPLIT, position, tl.max(position, axis=0),
+            kv_head, scale, cap, window, KV, D, SPLIT, CAPPED, False, EIGHT,
+        )  # fmt: skip
+        ok = i // G < count
+        place = (reader * HEADS + head) * SPLITS + split
+        tl.store(p_most + place, most, mask=ok)
+        tl.store(p_total + place, total, mask=ok)
+        tl.store(p_mixed + place.to(tl.int64)[:, None] * D + d[None, :], mixed, mask=ok[:, None])
+
+
+@triton.jit
+def merge_rows(
+    positions, sinks, out, p_most, p_total, p_mixed, window,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Put the splits of each row and head together, in order. Programs: (HEADS, rows)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    head, row = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0) // SPLIT
+    one = tl.zeros([1], tl.int32)
+    d = tl.arange(0, D)
+    most, total, mixed = _begin(sinks, head + one, 1, D, SINKS)
+    for split in range(first, position // SPLIT + 1):
+        place = (row * HEADS + head) * SPLITS + split + one
+        part = tl.load(p_mixed + place.to(tl.int64)[:, None] * D + d[None, :])
+        most, total, mixed = _merge(most, total, mixed, tl.load(p_most + place), tl.load(p_total + place), part)
+    tl.store(out + (row * HEADS + head) * D + d[None, :], (mixed / total[:, None]).to(tl.bfloat16))
+
+
+@triton.jit
+def attend_tiles(
+    q, keys, values, key_scales, value_scales, tables, positions, slots, tiles, sinks, out,
+    T, scale, cap, window, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+    EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attention of neighbours in one sequence (a prompt's chunk). Programs: (tiles, KV).
+
+    tiles int32 [tiles, 2]: the first row and how many (at most 64 / G; 0 is no work).
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
+    if count > 0:
+        i = tl.arange(0, 64)
+        row = first + tl.minimum(i // G, count - 1)
+        head = kv_head * G + i % G
+        d = tl.arange(0, D)
+        mine = tl.load(q + (row * HEADS + head)[:, None] * D + d[None, :])
+        position = tl.load(positions + row)
+        table = tables + tl.load(slots + first).to(tl.int64) * T
+        begin = 0
+        if WINDOW:
+            begin = tl.maximum(tl.load(positions + first) - window + 1, 0) // SPLIT
+        most, total, mixed = _begin(sinks, head, 64, D, SINKS)
+        last = tl.load(positions + first + count - 1)
+        for split in range(begin, last // SPLIT + 1):
+            m2, t2, v2 = _partial(
+                mine, keys, values, key_scales, value_scales, table, split * SPLIT, position, last,
+                kv_head, scale, cap, window, KV, D, SPLIT, CAPPED, WINDOW, EIGHT,
+            )  # fmt: skip
+            most, total, mixed = _merge(most, total, mixed, m2, t2, v2)
+        result = (mixed / total[:, None]).to(tl.bfloat16)
+        tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=(i // G < count)[:, None])

@@ -1,0 +1,133 @@
+"""Compile every kernel as a step launches it, for a GPU that is not here: `python -m tests.cuda.compiles [--arch 80]`.
+
+Tiny models are stepped on the CPU with each launch replaced by a compilation down to machine code. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
+
+from shoal.runners.cuda import kernels, kernels_attention, kernels_mixture, mixtures, products, step
+from shoal.runners.cuda.backend import load_decoder
+from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from tests.cuda.tiny import prompts, tiny_decoder
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int16: "i16"}
+TYPES |= {torch.int8: "i8"}
+EVERYTHING: dict[str, Any] = {"window": 40, "sinks": True, "bias": True, "soft_cap": 20.0, "post_norms": True}
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"eight": True, **EVERYTHING},
+    {"kind": "Q4_0", "heads": 6},
+    {"kind": "Q4_K", "mixture": {"experts": 6, "used": 2, "shared": True, "gated": True}},
+    {"kind": "Q6_K", "mixture": {"experts": 8, "used": 3, "scoring": "sigmoid", "selection": True}},
+    {"kind": "Q8_0", "bias": True, "mixture": {"experts": 8, "used": 4, "scoring": "chosen"}},
+    {"dim": 128, "bias": True, "mixture": {"experts": 8, "used": 4, "activation": "swiglu_clipped"}},
+]
+
+
+class Compiled:
+    """Stands in for a kernel: a launch compiles it for the arguments given, once for equal ones."""
+
+    def __init__(self, kernel: Any, target: GPUTarget, counts: Counter[str]) -> None:
+        self.kernel, self.target, self.counts = kernel, target, counts
+        self.seen: set[str] = set()
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *given: Any, **options: Any) -> None:
+        names = [p.name for p in self.kernel.params]
+        arguments = dict(zip(names, given, strict=False)) | {n: options.pop(n) for n in names if n in options}
+        constants = {p.name: _plain(arguments[p.name]) for p in self.kernel.params if p.is_constexpr}
+        constants |= {
+            n: 1 for n, value in arguments.items() if value == 1 and isinstance(value, int)
+        }  # as a launch does
+        signature = {n: "constexpr" if n in constants else self.type_of(arguments[n]) for n in names}
+        key = f"{signature} {constants} {options}"
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
+        triton.compile(source, target=self.target, options=options)
+        self.counts[self.kernel.__name__] += 1
+
+    @staticmethod
+    def type_of(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"*{TYPES[value.dtype]}"
+        return "fp32" if isinstance(value, float) else "i32"
+
+
+class View:
+    """A module of kernels as those who launch them see it; kernels call each other as they are."""
+
+    def __init__(self, module: Any, target: GPUTarget, counts: Counter[str]) -> None:
+        self.__dict__.update(vars(module))
+        for name, value in vars(module).items():
+            if isinstance(value, triton.runtime.JITFunction):
+                setattr(self, name, Compiled(value, target, counts))
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def compile_all(arch: int) -> Counter[str]:
+    """How many variants of each kernel were compiled; raises what the compiler does."""
+    counts: Counter[str] = Counter()
+    target = GPUTarget("cuda", arch, 32)
+    view = View(kernels, target, counts)
+    for launcher in (step, products, mixtures):
+        vars(launcher)["k"] = view
+    vars(step)["ka"] = View(kernels_attention, target, counts)
+    vars(mixtures)["km"] = View(kernels_mixture, target, counts)
+    for form in FORMS:
+        form = {"layers": 2, "width": 256, "vocab": 300, "ff": 256, **form}
+        eight = form.pop("eight", False)
+        runner: Any = load_decoder(
+            tiny_decoder(**form),
+            "cpu",
+            key="tiny",
+            kv_bytes=16 << 20,
+            memory_bytes=None,
+            max_batch=128,
+            max_step_tokens=1024,
+            eight=eight,
+        )
+        runner._step._dependent = arch >= 90
+        for number, batch in enumerate(batches()):
+            runner.execute(StepPlan(number, tuple(batch)))
+        runner.close()
+        print(f"{dict(counts)}", flush=True)
+    return counts
+
+
+def batches() -> list[list[Any]]:
+    """A prompt, one row, many rows over a long trunk that they share."""
+    prompt, table = prompts(1, [300])[0], tuple(range(10))
+    lone = ScheduledSequence(1, prompt[:1], 300, table, Want.ARGMAX)
+    many = [lone._replace(seq_id=10 + i, start=290) for i in range(100)]
+    return [[ScheduledSequence(1, prompt, 0, table, Want.LOGITS)], [lone], many]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, default=90)
+    begin = time.monotonic()
+    counts = compile_all(parser.parse_args().arch)
+    print(f"{sum(counts.values())} variants of {len(counts)} kernels, {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
