@@ -3,9 +3,10 @@
 `kv_turns.py [--model M] [--times 10] [--new 200] [--threads N] [--kv-host 24MiB]`: six chats of five turns each, in
 turns, on a device that holds the five turns of one of them; the rest comes from host memory and from disk. Each time
 there are six new chats. Prints a line for each time to standard error and one of JSON: shares of prompt tokens that
-were found (`hits`), that came from host memory and from disk, resident memory in 10**6 bytes after each time, and
-`rss_growth_mb` from the median of the first half (without the first time, in which buffers are made) to that of the
-second. The books of the KV are recounted after each turn. Exit status 1 when they do not balance.
+were found (`hits`), that had been there before (`seen`), that came from host memory and from disk, resident memory in
+10**6 bytes after each time, and `rss_growth_mb` from the median of the first half (without the first time, in which
+buffers are made) to that of the second. The books of the KV are recounted after each turn; an AssertionError
+names those that do not balance. Exit status 1 when KV is held at the end.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def measure(engine: Engine, options: argparse.Namespace, room: int) -> int:
         "turns": len(results),
         "room_tokens": room,
         "hits": round(sum(result.cached_tokens for result in results) / prompts, 4),
+        "seen": round(1 - options.new * len(results) / prompts, 4),
         "from_host": round(sum(result.receipt.host_tokens for result in results) / prompts, 4),
         "from_disk": round(sum(result.receipt.disk_tokens for result in results) / prompts, 4),
         "held_bytes": stats.kv_held_bytes,

@@ -92,6 +92,12 @@ def test_siblings_that_come_before_any_event_go_where_the_first_went() -> None:
     )  # the promise has ended; they agree anew
 
 
+def test_siblings_of_a_short_prefix_stay_together_before_any_event() -> None:
+    """As `shoal cluster compare`: prefixes of fifteen blocks, two replicas that are idle."""
+    to, prefix = router("a", "b"), list(range(15 * SIZE))
+    assert len({route(to, [*prefix, *range(1000 + 9 * n, 1008 + 9 * n)]).replica for n in range(3)}) == 1
+
+
 def test_a_gap_is_seen_and_a_snapshot_mends_it() -> None:
     to = router("a", "b")
     assert to.apply("a", batch(1, stored(PROMPT[:8])))
@@ -210,12 +216,12 @@ def test_the_index_is_bounded_and_promises_end() -> None:
     index.add(0, range(100))
     assert index.count(0) == len(index) == 5
     index.promise(1, range(50, 60), 0, until=3.0)
-    assert index.depths(range(50, 60)) == [(8, 2)]  # every eighth is noted
-    assert index.depths([*range(50, 57), 70]) == []
+    assert index.depths(range(50, 60)) == [(8, 2)]  # every fourth is noted
+    assert index.depths([*range(50, 57), 70]) == [(4, 2)]
     index.add(2, range(50, 55))
     index.promise(2, range(50, 70), 5, until=4.0)
-    assert sorted(index.depths(range(50, 70))) == [(8, 2), (16, 4)]
+    assert sorted(index.depths(range(50, 70))) == [(8, 2), (20, 4)]
     index.expire(3.5)
-    assert index.depths(range(50, 70)) == [(16, 4)]
+    assert index.depths(range(50, 70)) == [(20, 4)]
     index.expire(4.5)
     assert index.depths(range(50, 70)) == [(5, 4)]

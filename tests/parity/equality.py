@@ -255,7 +255,7 @@ def run(
     alone = solo(watched, wanted, codec)
     references = len(watched.rows)
     out = Outcome()
-    host = HostTier(runner.spec.num_blocks * runner.spec.block_bytes)  # outlives the loops
+    host = HostTier(runner.spec.num_blocks * (runner.spec.block_bytes + runner.spec.window_bytes))  # outlives the loops
     begin = time.monotonic()
     for _ in range(schedules):
         one_schedule(watched, rng, wanted, alone, out, codec, host)

@@ -23,6 +23,15 @@ def test_random_schedules_on_the_toy_model(splits: bool) -> None:
     assert outcome.seen["drafted"] > outcome.seen["accepted"], "no draft was wrong"
 
 
+@pytest.mark.parametrize(("window", "windows"), [(40, 8), (33, 11)])
+def test_random_schedules_with_few_window_blocks(window: int, windows: int) -> None:
+    runner = FakeRunner(num_blocks=160, vocab_size=5000, window=window, num_windows=windows)
+    outcome = run(runner, schedules=30, requests=12, seed=windows)
+    assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)
+    for what in ("hit", "preemption", "fork", "brought back", "accepted", "window blocks lost"):
+        assert outcome.seen[what] > 10, f"hardly any {what}"
+
+
 def test_random_schedules_with_grammars_change_nothing() -> None:
     outcome = run(FakeRunner(num_blocks=160), schedules=40, requests=16, seed=5, codec=ByteTokenizer())
     assert (outcome.rows_differing, outcome.outputs_differing) == (0, 0)

@@ -117,6 +117,8 @@ def test_plans_without_the_right_window_blocks_are_refused(tmp_path: Path) -> No
     with pytest.raises(RunnerError, match="window block 9"):
         runner.execute(StepPlan(0, feed(40, 1, (0, 1), (4,)).sequences, window_copies=((9, 1),)))
     runner.execute(feed(40, 1, (0, 1), (4,)))  # position 40 sees nothing of the first block
+    with pytest.raises(RunnerError, match="window block 0 of 0"):
+        open_tiny(tmp_path / "gemma3.gguf").execute(StepPlan(0, (), window_copies=((0, 0),)))
     runner.discard_blocks((), (4,))
     with pytest.raises(RunnerError, match="nothing was written"):
         runner.execute(feed(41, 1, (0, 1), (4,)))

@@ -19,7 +19,7 @@ from shoal.errors import (
     QueueFullError,
     RunnerError,
 )
-from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams
+from shoal.types import Event, FinishReason, Namespace, Priority, Request, SamplingParams, Thinking
 from tests.server.foreign import Foreign
 from tests.server.test_stream import wait_for
 from tests.support.live import Live, toy
@@ -103,6 +103,8 @@ def test_refusals_are_the_local_engines_errors(live: Live) -> None:
         (Request(prompt="a", sampling=SamplingParams(json_schema={"not": {}})), InvalidRequestError),
         (Request(prompt="a", sampling=SamplingParams(logit_bias={5000: 1.0})), InvalidRequestError),
         (Request(prompt="a", sampling=SamplingParams(logprobs=1)), InvalidRequestError),
+        (Request(prompt="a", sampling=SamplingParams(prompt_logprobs=1)), InvalidRequestError),
+        (Request(prompt="a", sampling=SamplingParams(thinking=Thinking(4, "", "."))), InvalidRequestError),
         (Request(prompt="a", timeout_s=1), InvalidRequestError),
     ]
 

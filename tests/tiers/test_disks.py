@@ -320,7 +320,7 @@ def test_blocks_that_do_not_fit_the_queue_are_dropped(tmp_path: Path, monkeypatc
     assert not disk.has_room(100)
     files.free()
     disk.flush(10.0)
-    assert disk.written == 3
+    assert disk.written_bytes == 300
     disk.close()
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.cli import options
+
+if TYPE_CHECKING:
+    from shoal.bench.suite import Options
 
 app = typer.Typer(no_args_is_help=False, help="Measure the engine against peers and ceilings; report and compare.")
 
@@ -56,7 +60,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from shoal.bench.harness import Rounds
-    from shoal.bench.suite import Options, run_suite
+    from shoal.bench.suite import Options as Wanted
     from shoal.bench.workloads import Sizes
     from shoal.cli.console import ensure_model
     from shoal.cli.machine import machine_facts, versions
@@ -66,42 +70,45 @@ def bench(
         raise ConfigError("--shape and --model are two models", value=f"{shape}, {model}", hint="give one of them")
     if not shape:
         ensure_model(model)
-    asked = None if peers is None else tuple(name for name in peers.split(",") if name)
-    rounds = Rounds(runs or 5, runs is not None, limit)
-    wanted = Options(
-        scenario,
-        rounds,
-        Sizes(n, batch, prompt, output, seconds),
-        asked,
-        model,
-        shape,
-        format,
-        runner,
-        threads,
-        quick,
-        margin,
-    )
-    command = shlex.join(["shoal", *sys.argv[1:]])
-
-    def save(document: dict[str, Any]) -> None:
-        if out is not None:
-            out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-
     facts = {**machine_facts(), "versions": versions()}
     if scenario == "speculation":
-        from shoal.bench.speculation import SpeculationBench, table
-
-        measured = SpeculationBench(model, runner, threads, _tell).run(1 if quick else runs or 3)
-        _tell(table(measured))
-        document = {**measured, "command": command, "machine": facts}
+        document = _speculation(model, runner, threads, 1 if quick else runs or 3, facts)
     else:
-        from shoal.bench.report import measured as measured_tables
-        from shoal.bench.results import Results
-
-        document = run_suite(wanted, facts, command, _tell, save)
-        _tell(measured_tables(Results(document)))
-    save(document)
+        rounds, sizes = Rounds(runs or 5, runs is not None, limit), Sizes(n, batch, prompt, output, seconds)
+        asked = None if peers is None else tuple(name for name in peers.split(",") if name)
+        wanted = Wanted(scenario, rounds, sizes, asked, model, shape, format, runner, threads, quick, margin)
+        document = _suite(wanted, facts, out)
+    _save(out, document)
     print(json.dumps(document), flush=True)
+
+
+def _suite(wanted: Options, facts: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """Measure scenarios against peers, saving after each level; shows their tables."""
+    from shoal.bench.report import measured
+    from shoal.bench.results import Results
+    from shoal.bench.suite import run_suite
+
+    document = run_suite(wanted, facts, _command(), _tell, partial(_save, out))
+    _tell(measured(Results(document)))
+    return document
+
+
+def _speculation(model: str, runner: str, threads: int | None, runs: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """Measure the same work with drafts and without; shows the table."""
+    from shoal.bench.speculation import SpeculationBench, table
+
+    found = SpeculationBench(model, runner, threads, _tell).run(runs)
+    _tell(table(found))
+    return {**found, "command": _command(), "machine": facts}
+
+
+def _command() -> str:
+    return shlex.join(["shoal", *sys.argv[1:]])
+
+
+def _save(out: Path | None, document: dict[str, Any]) -> None:
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 def _tell(line: str) -> None:

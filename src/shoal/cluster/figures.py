@@ -88,7 +88,7 @@ def simulate(
     cost = router_cost(seed)
     return rows, [
         *bars(rows),
-        FigureBar("router: us a choice among 256 replicas", cost.us, ROUTE_US, most=True),
+        FigureBar("router: us a choice among 256 replicas, alone", cost.us, ROUTE_US, most=True),
         FigureBar("router: bytes a block that one replica holds", cost.block_bytes, 200, most=True),
         FigureBar("router: bytes for each further one that holds it", cost.copy_bytes, 200, most=True),
     ]
@@ -177,11 +177,13 @@ def bars(rows: Sequence[PolicyRow]) -> list[FigureBar]:
         def rate(policy: str, late: bool = False, replicas: int = replicas) -> float:
             return found["tenants", replicas, policy, late]["calls_per_s"]
 
-        ttft = found["tenants", replicas, "precise", False]["ttft_p90_s"]
+        precise = found["tenants", replicas, "precise", False]
+        ttft, route_us = precise["ttft_p90_s"], precise["route_us"]
         told += [
             FigureBar(f"{replicas}: precise / affinity, calls/s", rate("precise") / rate("affinity"), AFFINITY),
             FigureBar(f"{replicas}: precise / random, calls/s", rate("precise") / rate("random"), RANDOM),
             FigureBar(f"{replicas}: p90 to the first token / one warm replica's", ttft / warm, WARM, most=True),
             FigureBar(f"{replicas}: late events / affinity, calls/s", rate("precise", True) / rate("affinity"), 1.0),
+            FigureBar(f"{replicas}: us a choice within the simulation", route_us, ROUTE_US, most=True),
         ]
     return told

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from shoal.core.journal import BlockHash
 
 _SLACK = 1024  # blocks that a slot holds no more and that are noted still, beside as many as it holds
-_STRIDE = 8  # of so many blocks of a prompt the last is noted in a promise
+_STRIDE = 4  # of so many blocks of a prompt the last is noted in a promise; with 8 siblings of short prefixes part
 
 
 class HeldIndex:
     """What replicas are known to hold, and what they were promised to be given.
 
     Replicas are slots, numbers from 0. A promise says that a request with these blocks is on its way to a slot; it
-    counts as held until it ends, for events come later than the next request. It is noted for every eighth block of a
+    counts as held until it ends, for events come later than the next request. It is noted for every fourth block of a
     prompt, and those before are promised with it. At most `limit` blocks are kept per slot:
     of one that tells of more, those are ignored.
     """

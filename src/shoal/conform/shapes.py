@@ -10,7 +10,6 @@ from shoal.conform.outcome import CaseOutcome, Target, attempt
 
 _TEXT = {"type": "string", "maxLength": 12}
 _PAIR = {"type": "object", "properties": {"a": _TEXT, "b": {"type": "integer"}}, "required": ["a", "b"]}
-_CLOSED = {"additionalProperties": False}
 SAMPLE: dict[str, dict[str, Any]] = {
     "enum": {"enum": ["yes", "no"]},
     "const": {"const": {"version": 2}},

@@ -42,9 +42,8 @@ class WindowBlocks:
         self._spare: OrderedDict[BlockId, None] = OrderedDict()  # the next to lose theirs first
         self.lost = 0  # were given to other blocks while they could still have served hits
         self._pins: dict[SeqId, list[BlockId]] = {}
-        self.most = (
-            -(-spec.window // spec.block_size) + 3
-        )  # that one sequence needs to feed a token, wherever it stands
+        # That one sequence needs to feed a token, wherever it stands: for what it sees, writes and copies.
+        self.most = -(-spec.window // spec.block_size) + 3
         tree.windows = self
 
     @property

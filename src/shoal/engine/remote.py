@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _STANDARD = ("presence_penalty", "frequency_penalty", "top_p")
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+_LOCAL = ("logprobs", "prompt_logprobs", "thinking")  # what the API has in another form, or not at all
 _DROPPABLE = ("stream_options", "priority")  # what a server may refuse: the call is made again without
 _MAX_LINE = 16 * 2**20  # bytes of one event
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
@@ -49,8 +50,9 @@ class RemoteEngine(AsyncFace):
     `generate` and `complete` behave as in `AsyncEngine`: leaving early closes the connection, and a good server stops
     then. Servers that say they are ours, vLLM or SGLang get fields beyond the OpenAI API in their own spelling. Others
     get only the API's own, and a request that needs more is refused. `tokens` stay empty where the server tells no ids,
-    `prompt_tokens` is 0 where it tells no usage. `timeout_s` of a request and log-probabilities are refused: the API
-    tells neither when a request joins the batch nor ids.
+    `prompt_tokens` is 0 where it tells no usage. `timeout_s` of a request, log-probabilities and a bound on thinking
+    are refused: the API tells neither when a request joins the batch nor ids, and takes no marks of thinking. What only
+    says how soon an output comes (`predicted`, `speculate`, `keep_s`, `critical_path`) stays here.
     """
 
     def __init__(
@@ -234,8 +236,9 @@ class RemoteEngine(AsyncFace):
         return self._speaks is not OPENAI
 
     def _sampling(self, sampling: SamplingParams, seed: int, *, chat: bool) -> dict[str, Any]:
-        if sampling.logprobs is not None:
-            raise _unsupported("logprobs", "ask the server itself")
+        for name in _LOCAL:
+            if getattr(sampling, name) is not None:
+                raise _unsupported(name, "ask the server itself")
         body: dict[str, Any] = {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "seed": seed}
         plain = SamplingParams()
         for name in (*_STANDARD, *_EXTENSIONS):

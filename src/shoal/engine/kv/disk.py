@@ -89,8 +89,7 @@ class DiskTier:
         self.files = files
         self._buffers = buffers
         self.on_change = on_change
-        self.written = self.read = self.missing = self.dropped = 0
-        self.written_bytes = self.read_bytes = 0
+        self.dropped = self.written_bytes = self.read_bytes = 0
         self.fault: str | None = None  # why it is left alone, while it is
         self._index: set[Digest] = set()
         self._queue: OrderedDict[Digest, NDArray[np.uint8]] = OrderedDict()
@@ -156,13 +155,13 @@ class DiskTier:
         return reading
 
     def finish(self, reading: BlockRead) -> None:
-        """What was to be taken of a reading was, or is not waited for any longer; learns how fast the disk is."""
+        """What was to be taken of a reading was, or is not waited for any longer."""
         reading.cancelled = True
         with self._change, contextlib.suppress(ValueError):
             self._readings.remove(reading)
 
     def observe(self, count_bytes: int, seconds: float) -> None:
-        """That much came in that time, nothing perhaps."""
+        """Learn how fast the disk is: that much came in that time, nothing perhaps."""
         rate = max(count_bytes, 1) / max(seconds, 1e-6)
         self._bytes_per_s = rate if self._bytes_per_s is None else 0.5 * self._bytes_per_s + 0.5 * rate
         self._measured = time.monotonic()
@@ -297,7 +296,6 @@ class DiskTier:
         finally:
             self._writing_since = None
         self.fault = None
-        self.written += 1
         self.written_bytes += data.nbytes
         self._index.add(digest)
         with self._change:
@@ -337,9 +335,7 @@ class DiskTier:
             self._leave_alone(error)
             return None
         if data is None:
-            self.missing += 1
             self._index.discard(digest)
             return None
-        self.read += 1
         self.read_bytes += data.nbytes
         return data

@@ -16,7 +16,6 @@ class HostTier:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
-        self.evictions = 0
         self._kept: OrderedDict[Digest, NDArray[np.uint8]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -52,4 +51,3 @@ class HostTier:
         while self.bytes > limit:
             _, data = self._kept.popitem(last=False)
             self.bytes -= data.nbytes
-            self.evictions += 1

@@ -24,7 +24,6 @@ from shoal.runners.plan import SeqId
 
 BATCHED = (KVCache, RotatingKVCache, ArraysCache)
 """Leaves that can be joined and selected from; exactly these, a subclass may do something else."""
-_PADDED = (BatchKVCache, BatchRotatingKVCache)
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:

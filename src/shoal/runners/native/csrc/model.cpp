@@ -225,7 +225,7 @@ void Model::check(const Plan& plan) const {
             claimed_[size_t(block)] |= writes;
         }
     }
-    if (config_.windows) check_windows(plan);
+    if (config_.windows || !plan.window_copies.empty()) check_windows(plan);
     if (sizes_.state_floats) check_states(plan);
 }
 
