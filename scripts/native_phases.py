@@ -34,8 +34,9 @@ def kv_bytes(files: ModelFiles, cache: Path, kv_precision: str, blocks: int) -> 
         cache.mkdir(parents=True, exist_ok=True)
         write_packed(files, path)
     facts = {**pack.read_header(path).facts, "kv_bits": 8 if kv_precision == "u8" else 16}
-    block, state = load_core().sizes(facts)
-    return int(blocks * block + (blocks * block // 2 + 4 * state if state else 0))
+    block, window, _, state = load_core().sizes(facts)
+    needed = blocks * (block + window)  # layers with windows have theirs in the blocks here
+    return int(needed + (needed // 2 + 4 * state if state else 0))
 
 
 class Bench:

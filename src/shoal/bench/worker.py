@@ -41,7 +41,11 @@ class Worker:
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name=f"bench-{kind}", daemon=True).start()
         paths = {"path": str(source.path), "cache_dir": str(source.cache_dir)}
-        self.ask("open", kind=kind, source={**asdict(source), **paths})
+        try:
+            self.ask("open", kind=kind, source={**asdict(source), **paths})
+        except BaseException:
+            self.close()
+            raise
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
