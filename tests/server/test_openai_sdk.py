@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -38,8 +39,9 @@ class Person(BaseModel):
 
 
 @pytest.fixture
-def client(real: Live) -> Any:
-    return openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0)
+def client(real: Live) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_models(client: Any) -> None:
@@ -160,8 +162,10 @@ def test_errors_are_the_sdks_own_classes(client: Any) -> None:
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model=MODEL, input="x")
-    with Live(toy(), api_key="secret") as locked, pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong").models.list()
+    with Live(toy(), api_key="secret") as locked:
+        wrong = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong")
+        with wrong, pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
 
 
 def test_an_error_inside_a_stream_is_raised(client: Any) -> None:

@@ -44,8 +44,7 @@ def test_a_prediction_changes_nothing_but_the_count() -> None:
 
 def test_the_sdk_reads_the_counts_of_a_whole_answer_and_a_stream() -> None:
     openai: Any = pytest.importorskip("openai", reason="the openai SDK is not installed")
-    with Live(toy()) as live:
-        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+    with Live(toy()) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
         fields: dict[str, Any] = {name: value for name, value in ASK.items() if name != "ignore_eos"}
         fields["extra_body"] = {"ignore_eos": True}
         text = client.chat.completions.create(**fields).choices[0].message.content

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,13 @@ def live() -> Iterator[Live]:
         yield server
 
 
-def client_of(live: Live, key: str = "one") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=0)
+@pytest.fixture
+def client_of(live: Live) -> Iterator[Callable[..., openai.OpenAI]]:
+    """The client of a key; closed afterwards, since one that is only dropped leaves its sockets to the collector."""
+    with ExitStack() as opened:
+        yield lambda key="one": opened.enter_context(
+            openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=0)
+        )
 
 
 def tokens_in(response: Any) -> int:
@@ -34,8 +40,8 @@ def tokens_out(document: Any) -> int:
     return int(document["usage"]["output_tokens"])
 
 
-def test_a_response_goes_on_from_the_one_before(live: Live) -> None:
-    client = client_of(live)
+def test_a_response_goes_on_from_the_one_before(client_of: Callable[..., openai.OpenAI]) -> None:
+    client = client_of()
     first = client.responses.create(**FIELDS, input="Hello there")
     second = client.responses.create(**FIELDS, input="And then?", previous_response_id=first.id)
     items: list[Any] = [{"role": "user", "content": "Hello there"}, *first.output]
@@ -51,15 +57,15 @@ def test_a_response_goes_on_from_the_one_before(live: Live) -> None:
         client.responses.retrieve(by_hand.id)
 
 
-def test_a_streamed_response_is_there_when_its_last_event_is(live: Live) -> None:
-    client = client_of(live)
+def test_a_streamed_response_is_there_when_its_last_event_is(client_of: Callable[..., openai.OpenAI]) -> None:
+    client = client_of()
     events = list(client.responses.create(**FIELDS, input="Stream", stream=True))
     name = events[-1].to_dict()["response"]["id"]
     assert client.responses.create(**FIELDS, input="On", previous_response_id=name).previous_response_id == name
 
 
-def test_a_key_never_reads_what_another_stored(live: Live) -> None:
-    one, two = client_of(live), client_of(live, "two")
+def test_a_key_never_reads_what_another_stored(client_of: Callable[..., openai.OpenAI]) -> None:
+    one, two = client_of(), client_of("two")
     response = one.responses.create(**FIELDS, input="A secret")
     talk = one.conversations.create(items=[{"type": "message", "role": "user", "content": "Another"}])
     item = next(iter(one.conversations.items.list(talk.id)))
@@ -82,8 +88,8 @@ def test_a_key_never_reads_what_another_stored(live: Live) -> None:
     assert len(list(one.conversations.items.list(talk.id))) == 1
 
 
-def test_a_deleted_response_is_gone_and_nothing_goes_on_from_it(live: Live) -> None:
-    client = client_of(live)
+def test_a_deleted_response_is_gone_and_nothing_goes_on_from_it(client_of: Callable[..., openai.OpenAI]) -> None:
+    client = client_of()
     first = client.responses.create(**FIELDS, input="One")
     second = client.responses.create(**FIELDS, input="Two", previous_response_id=first.id)
     client.responses.delete(first.id)
@@ -93,8 +99,8 @@ def test_a_deleted_response_is_gone_and_nothing_goes_on_from_it(live: Live) -> N
         client.responses.create(**FIELDS, input="Three", previous_response_id=second.id)
 
 
-def test_a_conversation_gathers_what_is_asked_and_answered(live: Live) -> None:
-    client = client_of(live)
+def test_a_conversation_gathers_what_is_asked_and_answered(client_of: Callable[..., openai.OpenAI]) -> None:
+    client = client_of()
     talk = client.conversations.create(metadata={"topic": "tea"})
     first = client.responses.create(**FIELDS, input="One", conversation=talk.id)
     assert first.conversation == openai.types.responses.response.Conversation(id=talk.id)
