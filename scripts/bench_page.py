@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shoal.bench import tables
-from shoal.bench.report import write
+from shoal.bench.report import beside, write
 from shoal.bench.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 def main(result: Path) -> None:
     name = result.resolve().relative_to(ROOT).as_posix()
-    others = [Results.read(path) for path in sorted(result.resolve().parent.glob("*.json")) if path != result.resolve()]
+    others = beside(result.resolve())
     for path in write(result, ROOT / "docs", name, others):
         print(path)
     readme = ROOT / "README.md"

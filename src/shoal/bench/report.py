@@ -36,6 +36,11 @@ def markdown(results: Results, path: str, others: Sequence[Results] = ()) -> str
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def beside(path: Path) -> list[Results]:
+    """The other results in the folder of the one at `path`, by name."""
+    return [Results.read(other) for other in sorted(path.parent.glob("*.json")) if other != path]
+
+
 def _other(results: Results) -> list[str]:
     """Another result's tables, a level deeper, without plots."""
     told = results.document
