@@ -21,6 +21,13 @@ def live() -> Iterator[Live]:
         yield server
 
 
+@pytest.fixture
+def slow() -> Iterator[Live]:
+    """Steps of 10 ms: time to interfere."""
+    with Live(toy(step_s=0.01), drain_s=0.5) as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def real() -> Iterator[Live]:
     """The default model, served; shared by all tests."""

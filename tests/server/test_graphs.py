@@ -33,12 +33,6 @@ def live() -> Iterator[Live]:
         yield server
 
 
-@pytest.fixture
-def slow() -> Iterator[Live]:
-    with Live(toy(step_s=0.01), drain_s=0.5) as server:
-        yield server
-
-
 def begin(live: Live, text: str = GRAPH, inputs: dict[str, str] | None = None, **fields: Any) -> str:
     body = {"file": "fleet.yaml", "text": text, "inputs": INPUTS if inputs is None else inputs, "seed": 1, **fields}
     answer = live.post("/swarmbench/graphs/runs", body)

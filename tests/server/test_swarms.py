@@ -33,13 +33,6 @@ def live() -> Iterator[Live]:
         yield server
 
 
-@pytest.fixture
-def slow() -> Iterator[Live]:
-    """Steps of 10 ms: time to interfere."""
-    with Live(toy(step_s=0.01), drain_s=0.5) as server:
-        yield server
-
-
 def begin(live: Live, **fields: Any) -> str:
     body = {"question": "Why?", "agents": AGENTS, "max_tokens": 12, "seed": 1, **fields}
     answer = live.post("/swarmbench/runs", body)
