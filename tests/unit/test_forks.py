@@ -36,7 +36,7 @@ class Gate:
     def __call__(self, plan: StepPlan) -> None:
         if plan.step == self.step:
             self.reached.set()
-            assert self.opened.wait(20)
+            assert self.opened.wait(60)
 
 
 def forked_at(gate: Gate, parent: Handle, count: int) -> list[Any]:
@@ -49,7 +49,7 @@ def forked_at(gate: Gate, parent: Handle, count: int) -> list[Any]:
         except InvalidRequestError as error:
             told.append(error)
 
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     thread = threading.Thread(target=fork)
     thread.start()
     while parent._engine._thread._mailbox._commands.empty():  # the command waits for the pass to end
