@@ -72,7 +72,7 @@ def test_a_new_request_without_a_name_gets_another_than_a_restored_one(tmp_path:
 
 def test_a_prefill_under_way_comes_back_as_the_prefix_it_was_to_be(tmp_path: Path) -> None:
     prompt = "rules that all of them share " * 20
-    with toy_engine(FakeRunner(step_s=0.005), max_step_tokens=16) as engine:
+    with toy_engine(FakeRunner(step_s=0.03), max_step_tokens=16) as engine:
         engine.prefill(Request(prompt=prompt))
         while engine.stats().steps < 2:
             pass
