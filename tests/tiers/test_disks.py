@@ -326,6 +326,26 @@ def test_blocks_that_do_not_fit_the_queue_are_dropped(tmp_path: Path, monkeypatc
     disk.close()
 
 
+def test_of_too_many_kept_blocks_those_are_forgotten_that_are_wanted_the_shortest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.engine.kv.disk, "_KEPT", 4)
+    disk = DiskTier(bad(tmp_path), Buffers(100, 300))
+    names = [bytes([number]) * 20 for number in range(8)]
+    disk.keep(names[:3], 60.0)
+    disk.keep(names[3:5], 10.0)
+    disk.keep(names[:1], 5.0)  # it was promised more
+    assert set(disk._until) in ({*names[:3], names[3]}, {*names[:3], names[4]})
+    disk.keep(names[5:8], 30.0)
+    assert {*names[:3]} < set(disk._until)
+    assert len(disk._until) == 4
+    for _ in range(20):  # again and again: nothing piles up
+        disk.keep(names[:3], 90.0)
+    assert {*names[:3]} < set(disk._until)
+    assert len(disk._soonest) <= 9
+    disk.close()
+
+
 def test_nothing_wrong_is_left_by_processes_that_are_killed() -> None:
     """`scripts/kv_kill.py` does it two hundred times."""
     told = subprocess.run(
