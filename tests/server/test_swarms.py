@@ -15,10 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.engine.handles import Progress
 from shoal.runners.fake import FakeRunner
 from shoal.server.errors import ApiError
 from shoal.server.swarmbench.history import History
 from shoal.server.swarmbench.record import apply, totals
+from shoal.server.swarmbench.steps import _kv
 from shoal.server.swarmbench.turns import MAX_TURNS, thread_after
 from tests.support.brake import Brake
 from tests.support.live import Live, error_of, toy
@@ -382,6 +384,13 @@ def test_a_history_that_fails_is_told_and_stops_nobody(tmp_path: Path) -> None:
         while live.http.get("/swarmbench/state").json()["history_error"] is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_kv_held_counts_window_blocks_too() -> None:
+    one = Progress("decoding", 8, blocks=(1, 2, 3), windows=(7, 8))
+    other = Progress("decoding", 8, blocks=(1, 2, 4), windows=(7, 9))
+    assert _kv([one, other], 10, 100) == (4 * 10 + 3 * 100, 2 * 10 + 100)
+    assert _kv([one, other], 10, 0) == (40, 20)
 
 
 def test_the_stall_bound_changes_while_the_engine_runs(live: Live) -> None:
