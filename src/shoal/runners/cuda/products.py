@@ -40,6 +40,18 @@ def product(
     gated = epilogue == k.GATED
     n = w.n // 2 if gated else w.n
     segments = segments_of(w.k)
+    few = few_of(w, rows, gated) if epilogue != k.PICK and shares is None else None
+    if few is not None:
+        bn, load, warps = few
+        k.product_few[(triton.cdiv(w.n, bn), 1, 1)](
+            *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, rows, ld or n),
+            *(n, w.k, segments, 1, w.form, epilogue, bias is not None, act, 16, bn, load, w.k // segments // load),
+            dependent,
+            num_warps=warps,
+            launch_pdl=dependent,
+            enable_fp_fusion=False,
+        )
+        return 1
     bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
     stages = stages if w.form == k.BF16 else UNPACKING_STAGES
     parts = segments if split and epilogue == k.PARTS and rows <= FEW_ROWS else 1
@@ -62,6 +74,19 @@ def product(
 def segments_of(inputs: int) -> int:
     """Segments that a product of so many inputs is cut into: of its shape only."""
     return next(s for s in (4, 2, 1) if inputs % (s * 64) == 0 or s == 1)
+
+
+def few_of(w: Matrix, rows: int, gated: bool) -> tuple[int, int, int] | None:
+    """Outputs of a program of `product_few`, inputs of one load, and warps; None where `product` is as fast.
+
+    A program asks for all its weights at once: so many must fit its registers.
+    """
+    segment = w.k // segments_of(w.k)
+    if rows > 16 or segments_of(w.k) != 4 or segment % 256 or segment > 1024 or (rows > 2 and segment > 512):
+        return None
+    if segment == 256:
+        return 32, 256, 4
+    return (32 if gated else 16), 256, 8
 
 
 def load_of(inputs: int, rows: int) -> int:
