@@ -107,4 +107,4 @@ def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
         return (few, HEAD_N, 8, 3) if head else (few, 64, 4, 6 if few <= 32 else 4)
     if head:
         return 64, HEAD_N, 4, 4
-    return (64, 64, 4, 4) if rows <= 512 else (128, 128, 8, 4)
+    return (64 if rows <= 512 else 128), 64, 4, 4
