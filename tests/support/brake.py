@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 from shoal.engine.engine import Engine
 from shoal.runners.plan import StepOutput, StepPlan
 
 
 class Brake:
-    """Lets the engines it is fitted to compute so many more steps, then none until it is released."""
+    """Lets the engines it is fitted to compute so many more steps, then none until it is released.
 
-    def __init__(self) -> None:
+    Each step takes `step_s` at least.
+    """
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self._step_s = step_s
         self._left = math.inf
         self._change = threading.Condition()
 
@@ -25,6 +30,7 @@ class Brake:
             with self._change:
                 assert self._change.wait_for(lambda: self._left > 0, 120), "nobody has released the brake"
                 self._left -= 1
+            time.sleep(self._step_s)
             return execute(plan)
 
         runner.execute = held  # type: ignore[method-assign]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import shoal.engine.kv.tiering
 from shoal.errors import ModelNotFoundError
 from shoal.runners.native.runner import KvPrecision, NativeRunner
 from shoal.types import Result, SamplingParams
@@ -100,10 +99,9 @@ def gone(files: BadFiles) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("suffer", [ten_megabytes_a_second, gone])
 def test_real_streams_get_a_token_in_every_step_whatever_the_disk_does(
-    tmp_path: Path, suffer: Callable[[BadFiles], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, suffer: Callable[[BadFiles], None]
 ) -> None:
     """On the default model, whose blocks take many steps to come from such a disk. Steps are counted, not timed."""
-    monkeypatch.setattr(shoal.engine.kv.tiering, "_WAIT_S", (30.0, 30.0))  # however much faster computing is
     try:
         runner = real_runner("native", kv_memory="64MiB")
     except ModelNotFoundError as error:
