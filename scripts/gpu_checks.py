@@ -18,13 +18,13 @@ def check_products() -> list[str]:
 
     wrong = []
     for form in ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"):
-        for n, size in ((640, 512), (96, 2304)):
+        for n, size in ((640, 512), (96, 2304), (96, 1024), (64, 2048), (64, 3072)):
             weight = random_weight(form, n, size)
             matrix = stacked([weight], torch.device("cuda"))[0]
             x = torch.randn(600, size, device="cuda").bfloat16()
             exact = x[0].float() @ torch.from_numpy(weight.values()).cuda().bfloat16().float().T
             base = None
-            for rows in (1, 33, 600):
+            for rows in (1, 2, 16, 33, 600):
                 out = torch.zeros(4 * max(rows, 32) * n, device="cuda")
                 parts = product(x, matrix, out, k.PARTS, rows)
                 sums = torch.zeros(n, device="cuda")

@@ -185,7 +185,10 @@ def prefill_speed(runner: Any, decoder: Any, tokens: int = 2048) -> dict[str, An
 
 
 def workload(decoder: Any) -> dict[str, Any]:
-    """nano-vllm's: 256 requests of 100 to 1,024 tokens in and out, greedy, all at once; output tokens a second."""
+    """nano-vllm's: 256 requests of 100 to 1,024 tokens in and out, greedy, all at once; output tokens a second.
+
+    Twice, with other prompts of the same lengths: the first time kernels are compiled and graphs captured.
+    """
     import torch
 
     from shoal import Engine, EngineConfig, Request, SamplingParams
@@ -193,13 +196,16 @@ def workload(decoder: Any) -> dict[str, Any]:
 
     rng = random.Random(0)
     sizes = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
-    requests = [
-        Request(
-            prompt_tokens=[rng.randrange(10_000) for _ in range(fed)],
-            sampling=SamplingParams(max_tokens=written, ignore_eos=True),
-        )
-        for fed, written in sizes
-    ]
+
+    def requests() -> list[Request]:
+        return [
+            Request(
+                prompt_tokens=[rng.randrange(10_000) for _ in range(fed)],
+                sampling=SamplingParams(max_tokens=written, ignore_eos=True),
+            )
+            for fed, written in sizes
+        ]
+
     torch.cuda.reset_peak_memory_stats()
     config = EngineConfig(max_batch=256, kv_memory="48GiB", max_step_tokens=8192, max_queue=512)
 
@@ -208,18 +214,21 @@ def workload(decoder: Any) -> dict[str, Any]:
             decoder, "cuda:0", key="workload", kv_bytes=48 << 30, memory_bytes=None, max_batch=256, max_step_tokens=8192
         )
 
+    seconds = []
     with Engine(load, None, config) as engine:
-        engine.run(requests[:8])
-        begin = time.perf_counter()
-        results = engine.run(requests).results
-        seconds = time.perf_counter() - begin
+        for _ in range(2):
+            fed = requests()
+            begin = time.perf_counter()
+            results = engine.run(fed).results
+            seconds.append(time.perf_counter() - begin)
     written = sum(len(result.tokens) for result in results)
     assert written == sum(size for _, size in sizes), "somebody wrote less than was asked for"
     return {
         "output_tokens": written,
         "input_tokens": sum(size for size, _ in sizes),
-        "seconds": round(seconds, 1),
-        "output_tok_s": round(written / seconds),
+        "seconds": round(seconds[1], 1),
+        "first_seconds": round(seconds[0], 1),
+        "output_tok_s": round(written / seconds[1]),
         "peak_bytes": int(torch.cuda.max_memory_allocated()),
     }
 
@@ -239,7 +248,7 @@ def formats(folder: Path, rows: list[int], rate: float) -> dict[str, Any]:
         found[f"{shape} {name}{' KV in 8 bits' if eight else ''}"] = {
             "weight_bytes": runner.spec.weight_bytes,
             "kv_bytes_per_token": runner.spec.kv_bytes_per_token,
-            "short": speeds(runner, rows, 52, rate),
+            "short": speeds(runner, rows, 40, rate),
             "context_1000": speeds(runner, rows, 1000, rate),
             "peak_bytes": runner.peak_bytes,
         }

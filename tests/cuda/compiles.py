@@ -40,6 +40,8 @@ FORMS: list[dict[str, Any]] = [
     {"kind": "Q4_0", "heads": 6},
     {"kind": "Q4_K", "mixture": {"experts": 6, "used": 2, "shared": True, "gated": True}},
     {"kind": "Q6_K", "mixture": {"experts": 8, "used": 3, "scoring": "sigmoid", "selection": True}},
+    {"width": 1024, "ff": 1024, "layers": 1},
+    {"width": 1024, "ff": 1024, "layers": 1, "kind": "Q4_K", "bias": True},
     {"kind": "Q8_0", "bias": True, "mixture": {"experts": 8, "used": 4, "scoring": "chosen"}},
     {"kind": "Q4_K", "dim": 256, "nets": (2, 4, 128, 128)},
     {"eight": True, "nets": (1, 3, 48, 64)},

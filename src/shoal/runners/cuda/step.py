@@ -24,6 +24,7 @@ BLOCK = 32  # token slots of a KV block
 SPLIT = 128  # tokens of an attention split
 UPDATES = 256  # block-table entries that a step can change inside its graph
 _GRAPHS = 96  # captured shapes kept
+_WALKERS = 256  # programs that are enough to read all splits of a row and KV head in one, and merge them there
 _HEADS_EACH = 8  # heads that one program norms and rotates
 
 
@@ -298,13 +299,15 @@ class Step:
                 **options,
             )
         skipped = t["trunk_splits"] if trunks else self.model.zeros
-        ka.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
+        walk = shape.splits > 1 and not trunks and shape.lone * a.kv_heads >= _WALKERS
+        ka.attend_rows[(1 if walk else shape.splits, a.kv_heads, shape.lone)](
             *(*reads, t["slots"], skipped, a.sinks, b.attended, *partials, *limits),
-            *(shape.splits, shape.span, *sizes, *kinds),
+            *(shape.splits, shape.span, *sizes, *kinds, walk),
             num_warps=4,
+            num_stages=1,  # three programs share a processor: more in flight than one that loads ahead
             **options,
         )
-        if shape.splits > 1:
+        if shape.splits > 1 and not walk:
             ka.merge_rows[(a.heads, shape.lone)](
                 *(t["positions"], a.sinks, b.attended, *partials, limits[3], shape.splits, a.heads, a.dim, *kinds[1:]),
                 num_warps=1,
@@ -349,4 +352,4 @@ def tile_tokens(group: int) -> int:
 
 
 def _warps(width: int) -> int:
-    return min(max((1 << (width - 1).bit_length()) // 512, 1), 8)
+    return min(max((1 << (width - 1).bit_length()) // 128, 1), 8)
