@@ -263,7 +263,7 @@ class Simple:
 def test_choices_are_those_of_the_plain_formula(seed: int, count: int) -> None:
     choose, names = random.Random(seed), [f"r{n}" for n in range(count)]
     to, simple, now = router(*names), Simple(names), 0.0
-    seqs, opened = dict.fromkeys(names, 0), []
+    seqs, opened = dict.fromkeys(names, 0), list[Route]()
     trunks = [[choose.randrange(10**6) for _ in range(choose.randrange(8, 160))] for _ in range(4)]
     for _ in range(500):
         now += choose.random() * 0.2
