@@ -37,7 +37,8 @@ def memory_rate() -> float:
 def speeds(runner: Any, rows: list[int], context: int, rate: float, trunk: int = 0) -> dict[int, dict[str, Any]]:
     """Tokens per second of greedy decoding through `execute`, time of the bare graph, and its share of the floor.
 
-    The floor is all weights once and the KV of every row, a shared trunk once, at the rate of a copy.
+    The floor is all weights once and the KV of every row, a shared trunk once, and recurrent state read and written, at
+    the rate of a copy.
     """
     spec = runner.spec
     found: dict[int, dict[str, Any]] = {}
@@ -51,7 +52,8 @@ def speeds(runner: Any, rows: list[int], context: int, rate: float, trunk: int =
         decoding.step()
         bare = graph_us(runner)
         tokens = count * (context - trunk) + trunk
-        floor = (spec.weight_bytes + tokens * spec.kv_bytes_per_token) / rate * 1e6
+        moved = spec.weight_bytes + tokens * spec.kv_bytes_per_token + 2 * count * spec.checkpoint_bytes
+        floor = moved / rate * 1e6
         found[count] = {
             "us": round(whole),
             "tok_s": round(count / whole * 1e6),
@@ -232,10 +234,11 @@ def workload(decoder: Any) -> dict[str, Any]:
 
 
 def formats(folder: Path, rows: list[int], rate: float) -> dict[str, Any]:
-    """The same shape in bf16, Q4_0, Q4_K and Q8_0, with KV in 8 bits, and a mixture: speeds, weights, peak memory."""
+    """The same shape in bf16, Q4_0, Q4_K and Q8_0, with KV in 8 bits, a hybrid, a mixture: speeds, weights, memory."""
     import torch
 
     kinds = [("qwen3-0.6b", name, False) for name in ("bf16", "q4_0", "q4_k_m", "q8_0")]
+    kinds += [("qwen3.5-4b-8l", "q4_k_m", False)]
     kinds += [("qwen3-0.6b", "bf16", True), ("qwen3-30b-a3b-4l", "bf16", False), ("qwen3-30b-a3b-4l", "q4_k_m", False)]
     found = {}
     for shape, name, eight in kinds:

@@ -30,11 +30,11 @@ def convolve(
     position. mixed bf16 [R, C]; decays and betas float32 [R, VALUES]. run_of int32 [R]: a row's run, -1 for rows that
     only fill up a bucket.
     """
+    row = tl.program_id(0)
+    run = tl.load(run_of + row)  # a step's inputs are there before its first product starts
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.program_id(0)
-    run = tl.load(run_of + row)
     if run >= 0:
         C: tl.constexpr = 2 * KEYS * K + VALUES * V
         first, count = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
@@ -100,23 +100,24 @@ def recur(
     state float32 [entries, ..., VALUES, K, V], `entry` elements apart; key_of int32 [VALUES]; out float32
     [R, VALUES, V]. KP is K rounded up to a power of two.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     head, run = tl.program_id(1), tl.program_id(2)
     first, count = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1)
     place, flip = tl.load(runs + run * 4 + 2), tl.load(runs + run * 4 + 3)
+    i = tl.arange(0, KP)
+    j = tl.program_id(0) * BV + tl.arange(0, BV)
+    position = tl.load(positions + first)
+    side = (position + flip) % 2
+    cell = head * K * V + i[:, None] * V + j[None, :]
+    inside = (i < K)[:, None] & (j >= 0)[None, :]
+    before = state + (2 * place + side).to(tl.int64) * entry
+    after = state + (2 * place + 1 - side).to(tl.int64) * entry
+    # Before the wait: the entry that is read was written in an earlier step.
+    s = tl.load(before + cell, mask=inside & (position > 0) & (count > 0), other=0.0)
+    key = tl.load(key_of + head)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if count > 0:
-        i = tl.arange(0, KP)
-        j = tl.program_id(0) * BV + tl.arange(0, BV)
-        position = tl.load(positions + first)
-        side = (position + flip) % 2
-        cell = head * K * V + i[:, None] * V + j[None, :]
-        inside = (i < K)[:, None] & (j >= 0)[None, :]
-        before = state + (2 * place + side).to(tl.int64) * entry
-        after = state + (2 * place + 1 - side).to(tl.int64) * entry
-        s = tl.load(before + cell, mask=inside & (position > 0), other=0.0)
-        key = tl.load(key_of + head)
         q, k, v, decay, beta = _token(mixed, decays, betas, first, key, head, i, j, KEYS, VALUES, K, V)
         last = first + count - 1
         for row in range(first, first + count):  # the next token is on its way while this one is computed
