@@ -48,10 +48,10 @@ def rounds(seed: int, streams: int, slips: float | None) -> list[list[Text]]:
 def test_lengths_come_near_the_best_and_nothing_is_lost_where_nothing_is_copied(name: str, streams: int) -> None:
     cost = cost_of(name, streams)
     simulation = Simulation(cost)
-    for slips in (0.03, 0.15, None, 0.03):  # one engine: what it learned of one text is no harm to the next
-        figures = calculated(simulation, rounds(streams, streams, slips), cost, str(slips))
-        if slips is None:
-            assert figures["ours"] > 0.99
+    for seed, slips in enumerate((0.03, 0.15, None, 0.03)):  # one engine: what it learned is no harm to the next
+        figures = calculated(simulation, rounds(seed, streams, slips), cost, str(seed))
+        if slips is None:  # six short texts behind texts that were copies: until that is noticed
+            assert figures["ours"] > 0.98
         else:
             assert figures["ours"] >= 0.9 * figures["best_lengths"], slips
         assert figures["ours"] <= 1.03 * figures["foresight"]  # a bound at one stream, and nearly one at more
@@ -87,21 +87,21 @@ def test_what_could_be_drafted_is_what_the_drafter_proposes() -> None:
     prompt = (10, 11, 12, 13, 14, 15, 16, 1, 2)
     (found,) = proposals([Text(prompt, (10, 11, 12, 99, 13, 14, 15, 16))])
     assert found[0] == Proposal(0, 0, 0)  # one token agrees: too few
-    assert (found[1].there, found[1].right) == (6, 1)  # behind 10, 11: 12 and then another
-    assert (found[2].there, found[2].right) == (5, 0)
+    assert (found[1].there, found[1].right) == (5, 1)  # behind 10, 11: 12 and then another
+    assert (found[2].there, found[2].right) == (4, 0)
     assert found[5].right == 1  # 15; the last token is written, and never fed
 
 
 def test_marks_of_hindsight() -> None:
     cost = PassCost({"1": {1: 1.0, 4: 1.0, 5: 5.0, 64: 64.0}}, 1)
-    right = [[Proposal(3, 3, 0)] * 7 + [Proposal(0, 0, 0)]]
+    right = [[Proposal(min(3, left), min(3, left), 0) for left in range(7, -1, -1)]]
     assert lengths_ms([right], [0] * 7, cost) == 8.0
     assert best_lengths_ms([right], cost) == (2.0, 2.0)
     assert foresight_ms(right, cost) == 2.0
     mixed = [[Proposal(3, 0, 1), Proposal(3, 3, 6), Proposal(2, 2, 6), Proposal(1, 1, 6), Proposal(0, 0, 1)]]
     dear = PassCost({"1": {1: 1.0, 4: 1.6, 64: 64.0}}, 1)
     fixed, best = best_lengths_ms([mixed], dear)
-    assert best == foresight_ms(mixed[0], dear) < fixed  # nothing after little agreement, three after much
+    assert best == foresight_ms(mixed, dear) < fixed  # nothing after little agreement, three after much
 
 
 def test_costs_of_fewer_rows_than_streams_and_of_a_noisy_table() -> None:
