@@ -40,7 +40,7 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]
     decoder = qwen3_shape()
     rows: list[int] = options.rows
     runner = runner_of(decoder, blocks=12_000, slots=256, rows=4096)
-    yield "short", lambda: speed.speeds(runner, rows, 52, rate)
+    yield "short", lambda: speed.speeds(runner, rows, 40, rate)
     yield "context_1000", lambda: speed.speeds(runner, rows, 1000, rate)
     yield "trunk_896", lambda: speed.speeds(runner, [r for r in rows if r > 1], 1000, rate, trunk=896)
     for count in rows:

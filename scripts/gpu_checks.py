@@ -18,13 +18,13 @@ def check_products() -> list[str]:
 
     wrong = []
     for form in ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"):
-        for n, size in ((640, 512), (96, 2304)):
+        for n, size in ((640, 512), (96, 2304), (96, 1024), (64, 2048), (64, 3072)):
             weight = random_weight(form, n, size)
             matrix = stacked([weight], torch.device("cuda"))[0]
             x = torch.randn(600, size, device="cuda").bfloat16()
             exact = x[0].float() @ torch.from_numpy(weight.values()).cuda().bfloat16().float().T
             base = None
-            for rows in (1, 33, 600):
+            for rows in (1, 2, 16, 33, 600):
                 out = torch.zeros(4 * max(rows, 32) * n, device="cuda")
                 parts = product(x, matrix, out, k.PARTS, rows)
                 sums = torch.zeros(n, device="cuda")
@@ -38,7 +38,10 @@ def check_products() -> list[str]:
 
 
 def check_tiny() -> list[dict[str, Any]]:
-    """Tiny decoders: prefill, chunks, single tokens and batches against the oracle, and bit for bit."""
+    """Tiny decoders: prefill, chunks, single tokens and batches against the oracle, and bit for bit.
+
+    Rows over a trunk go on from its blocks, and of recurrent state from a checkpoint.
+    """
     import numpy as np
     from tests.cuda.tiny import prompts, tiny_decoder
 
@@ -53,6 +56,9 @@ def check_tiny() -> list[dict[str, Any]]:
         {"kind": "Q8_0", "heads": 8, "kv_heads": 1},
         {"heads": 6, "kv_heads": 2},
         {"eight": True},
+        {"layers": 4, "nets": (2, 4, 128, 128)},
+        {"kind": "Q4_K", "dim": 256, "nets": (1, 3, 48, 64), "mixture": {"experts": 8, "used": 2, "shared": True}},
+        {"eight": True, "nets": (2, 4, 64, 128)},
         {"eight": True, "window": 40, "sinks": True},
         {"mixture": {"experts": 8, "used": 2}},
         {"kind": "Q4_K", "mixture": {"experts": 8, "used": 4, "shared": True, "gated": True}},
@@ -84,8 +90,12 @@ def check_tiny() -> list[dict[str, Any]]:
         batch += [seq(20, others[5], 0, range(400, 410))]
         mixed = runner.execute(plan_of(*batch)).logits[0]
         trunk = [seq(30 + i, prompt[-1:], len(prompt) - 1, [*range(12), 420 + i]) for i in range(6)]
+        if runner.spec.recurrent:
+            kept = seq(2, prompt[:384], 0, range(12), "nothing")._replace(save=0)
+            runner.execute(plan_of(kept))
         for item in trunk:
-            runner.execute(plan_of(seq(item.seq_id, prompt[384:-1], 384, item.block_table, "nothing")))
+            rest = seq(item.seq_id, prompt[384:-1], 384, item.block_table, "nothing")
+            runner.execute(plan_of(rest._replace(load=0)))
         shared = runner.execute(plan_of(*trunk)).logits
         found.append(
             {
@@ -102,9 +112,14 @@ def check_tiny() -> list[dict[str, Any]]:
 
 def check_ahead() -> bool:
     """Greedy tokens step by step, with one step ahead, equal those of a chain."""
-    from tests.cuda.tiny import prompts, tiny_decoder
+    from tests.cuda.tiny import tiny_decoder
 
-    decoder = tiny_decoder()
+    return all(_ahead_equal(tiny_decoder(**form)) for form in ({}, {"nets": (2, 4, 64, 64)}))
+
+
+def _ahead_equal(decoder: Any) -> bool:
+    from tests.cuda.tiny import prompts
+
     outputs = []
     for chain in (1, 8):
         runner = runner_of(decoder, blocks=64, slots=8, rows=512)
@@ -133,6 +148,7 @@ def check_schedules(schedules: int) -> dict[str, Any]:
         "Q4_K, KV in 8 bits": {"kind": "Q4_K", "eight": True},
         "windows and sinks": {"window": 40, "sinks": True},
         "experts": {"mixture": {"experts": 8, "used": 2, "shared": True, "gated": True}},
+        "hybrid": {"layers": 4, "nets": (2, 4, 64, 64)},
     }
     found = {}
     for name, form in forms.items():

@@ -259,7 +259,7 @@ def test_cancelling_takes_the_subtree_and_no_more() -> None:
         d = graph.add(agent("d"))
         engine = ScriptedEngine({"a": [60.0]})
         async with graph.start(engine) as run:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
             run.cancel(a)
             result = await run.result()
             assert [run.state(n) for n in (a, b, c, d)] == [State.CANCELLED] * 3 + [State.DONE]
@@ -336,7 +336,7 @@ def test_a_node_that_has_begun_waits_for_nothing_more() -> None:
         a = graph.add(agent("a"))
         b = graph.add(agent("b"), after=a)
         async with graph.start(ScriptedEngine()) as run:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
             with pytest.raises(GraphError, match="has begun"):
                 run.depend(a, on=b)
             assert (await run.result()).ok
@@ -400,7 +400,7 @@ def test_when_the_first_of_identical_calls_goes_away_another_computes() -> None:
         graph = Graph()
         a, b = (graph.add(agent(name, "Same words")) for name in "ab")
         async with graph.start(engine) as run:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
             run.discard(a)
             await run.result()
             assert run.output(b) == "second"

@@ -25,7 +25,7 @@ def test_a_graph_runs_on_a_server() -> None:
                  sampling=SamplingParams(max_tokens=3000, ignore_eos=True))  # fmt: skip
     parts = graph.map(Agent("w", task="Write {item}", sampling=SHORT, priority="low"), over=[1, 2], after=plan)
     hung = graph.add(slow, after=plan)
-    graph.add(Agent("end", task="End", sampling=SHORT, timeout_s=20), after=[parts, hung])
+    graph.add(Agent("end", task="End", sampling=SHORT, timeout_s=50), after=[parts, hung])
     with Live(toy(step_s=0.001)) as live:
 
         async def main() -> None:
@@ -36,7 +36,7 @@ def test_a_graph_runs_on_a_server() -> None:
             assert set(states.values()) == {State.DONE}
             attempts = {r["agent_id"]: r for r in result.records if r["kind"] == "attempt"}
             assert attempts["slow"]["outcome"] == "timeout"
-            assert attempts["slow"]["latency_ms"] < 1000
+            assert attempts["slow"]["generated_tokens"] < 3000
             assert attempts["end"]["generated_tokens"] == 8
             assert attempts["end"]["prefix_tokens"] >= 32, "the server tells what it had cached"
             assert attempts["end"]["queue_ms"] is None

@@ -84,7 +84,7 @@ def test_a_server_that_refuses_token_ids_gets_text(monkeypatch: pytest.MonkeyPat
             assert (system.describe()["model"], system.describe()["prompts"]) == ("plain", "text")
         finally:
             plain.shutdown()
-            thread.join(10)
+            thread.join(60)
 
 
 def test_a_server_tells_no_logits(server: AnyServer) -> None:

@@ -57,7 +57,7 @@ def test_energy_is_counted_by_the_governors_sensors() -> None:
 def test_what_is_measured_is_a_rate() -> None:
     assert read_bandwidth(1, size=8 << 20) > 1e8
     assert gemm_f32(128) > 1e8
-    assert 0 < calibration_s(2) < 5
+    assert 0 < calibration_s(2) < 60
 
 
 def test_peak_memory_sees_what_was_held_and_let_go() -> None:

@@ -80,3 +80,9 @@ def test_a_burst_in_other_sizes_has_a_name_that_tells_them() -> None:
     assert select("burst", Sizes()) == select("burst")
     with pytest.raises(BenchmarkError, match="scaling has sizes of its own"):
         select("scaling", Sizes(n=3))
+
+
+def test_the_hint_after_an_unknown_scenario_has_all_that_the_command_takes() -> None:
+    with pytest.raises(BenchmarkError) as caught:
+        select("speculaton")
+    assert caught.value.limit == ["all", "both", *SCENARIOS, "speculation"]

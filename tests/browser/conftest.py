@@ -14,6 +14,7 @@ import pytest
 from shoal.engine.engine import Engine
 from shoal.errors import ShoalError
 from shoal.models import Store
+from tests.support.brake import Brake
 
 if TYPE_CHECKING:  # the test modules are skipped where playwright is not installed; this file is not
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -65,15 +66,29 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def live(home: Path) -> Iterator[Live]:
+def brake() -> Brake:
+    """Of every engine behind the page."""
+    return Brake()
+
+
+@pytest.fixture(scope="module")
+def live(home: Path, brake: Brake) -> Iterator[Live]:
     """The real model, served with a history on disk; whatever is asked for, its weights are loaded."""
     from tests.support.live import Live
 
     def load(name: str) -> Engine:
-        return Engine.load(MODEL, max_batch=8)
+        return brake.fitted(Engine.load(MODEL, max_batch=8))
 
     with Live(load(MODEL), load, name=MODEL, history=home / "history.db", drain_s=0.5) as server:
         yield server
+
+
+@pytest.fixture
+def writing(brake: Brake) -> Iterator[Brake]:
+    """The brake, set: a run stops in mid-sentence and goes on when the test releases it."""
+    brake.set(after=60)
+    yield brake
+    brake.release()
 
 
 @pytest.fixture

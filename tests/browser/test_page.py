@@ -15,9 +15,10 @@ from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.browser.conftest import MODEL, TWIN
 from tests.browser.page import HOT, QUESTION, Bench
+from tests.support.brake import Brake
 from tests.support.live import Live
 
-LONG: dict[str, Any] = {"maxTokens": 2000, "temperature": HOT}  # goes on for longer than any test looks
+LONG: dict[str, Any] = {"maxTokens": 2000, "temperature": HOT}  # goes on for longer than the brake lets it
 SHIFT = """
 window.shift = 0;
 new PerformanceObserver((list) => {
@@ -65,11 +66,13 @@ def test_the_strip_tells_who_was_in_a_step(bench: Bench) -> None:
     assert painted > 9  # a colour for each, and some more
 
 
-def test_one_card_is_stopped_and_the_others_go_on(page: Page, live: Live) -> None:
-    bench = Bench(page, live.url).open(maxTokens=150, temperature=HOT)
+def test_one_card_is_stopped_and_the_others_go_on(page: Page, live: Live, writing: Brake) -> None:
+    bench = Bench(page, live.url).open(maxTokens=90, temperature=HOT)
     bench.ask()
     stopped = bench.wait_writing()
-    bench.card(stopped).get_by_role("button", name="Stop").click()
+    with page.expect_response("**/stop"):
+        bench.card(stopped).get_by_role("button", name="Stop").click()
+    writing.release()
     expect(bench.card(stopped)).to_have_attribute("data-state", "cancelled")
     bench.wait_end()
     states = bench.states()
@@ -77,11 +80,13 @@ def test_one_card_is_stopped_and_the_others_go_on(page: Page, live: Live) -> Non
     assert set(states) == {"done"}
 
 
-def test_all_are_stopped(page: Page, live: Live) -> None:
+def test_all_are_stopped(page: Page, live: Live, writing: Brake) -> None:
     bench = Bench(page, live.url).open(**LONG)
     bench.ask()
     bench.wait_writing()
-    page.get_by_role("button", name="Stop all").click()
+    with page.expect_response("**/stop"):
+        page.get_by_role("button", name="Stop all").click()
+    writing.release()
     bench.wait_end()
     states = bench.states()
     assert states[8] == "cancelled"
@@ -101,16 +106,18 @@ def test_one_by_one_shows_both_times(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("choice", ["Let it finish", "End it now"])
-def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str) -> None:
+def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, writing: Brake, choice: str) -> None:
     waits = choice == "Let it finish"
-    bench = Bench(page, live.url).open(**{**LONG, "maxTokens": 150 if waits else 2000})
+    bench = Bench(page, live.url).open(**{**LONG, "maxTokens": 90 if waits else 2000})
     before = live.http.get("/swarmbench/state").json()["model"]
     other = TWIN if before == MODEL else MODEL
     bench.ask()
     bench.wait_writing()
     expect(page.locator("#model option")).to_have_count(2)
     page.locator("#model").select_option(other)
-    page.get_by_role("button", name=choice).click()
+    with page.expect_request("**/models/load"):
+        page.get_by_role("button", name=choice).click()
+    writing.release()
     bench.wait_end()
     expect(page.locator("#send")).to_be_enabled()  # again: not while a model is being loaded
     expect(page.locator("#progress")).to_be_hidden()
@@ -126,12 +133,14 @@ def test_the_model_is_switched_in_mid_stream(page: Page, live: Live, choice: str
     expect(page.locator("#run-facts")).to_contain_text(other)
 
 
-def test_a_run_survives_a_reload(page: Page, live: Live) -> None:
-    bench = Bench(page, live.url).open(maxTokens=150, temperature=HOT)
+def test_a_run_survives_a_reload(page: Page, live: Live, writing: Brake) -> None:
+    bench = Bench(page, live.url).open(maxTokens=90, temperature=HOT)
     run = bench.ask()
     bench.wait_writing()
     page.reload()
     expect(page.locator("#run-title")).to_have_text(QUESTION)
+    bench.wait_writing()
+    writing.release()
     assert bench.run_id == run
     bench.wait_end()
     assert set(bench.states()) == {"done"}
@@ -234,13 +243,15 @@ def browser_phone(context: BrowserContext) -> Page:
     return page
 
 
-def test_the_keyboard_is_enough(page: Page, live: Live) -> None:
+def test_the_keyboard_is_enough(page: Page, live: Live, writing: Brake) -> None:
     bench = Bench(page, live.url).open(**LONG)
     expect(page.locator("#question")).to_be_focused()
     page.keyboard.type(QUESTION)
     page.keyboard.press("Enter")
     bench.wait_writing()
-    page.keyboard.press("Escape")
+    with page.expect_response("**/stop"):
+        page.keyboard.press("Escape")
+    writing.release()
     bench.wait_end()
     page.keyboard.press("Tab")  # the number of agents: one stop, arrows inside
     page.keyboard.press("ArrowLeft")

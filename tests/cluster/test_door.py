@@ -55,7 +55,7 @@ def request(text: str, **fields: Any) -> Request:
     return Request(prompt=text, sampling=SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields}))
 
 
-def until(met: Any, timeout_s: float = 20.0) -> None:
+def until(met: Any, timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not met():
         assert time.monotonic() < end

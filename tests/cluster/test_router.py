@@ -225,3 +225,71 @@ def test_the_index_is_bounded_and_promises_end() -> None:
     assert index.depths(range(50, 70)) == [(20, 4)]
     index.expire(4.5)
     assert index.depths(range(50, 70)) == [(5, 4)]
+
+
+class Simple:
+    """The same choice as one formula over all replicas and all blocks, in nothing but sets."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.held = {name: set[int]() for name in names}
+        self.promises: list[tuple[float, str, list[int]]] = []
+        self.last = dict.fromkeys(names, 0)
+        self.sent = 0
+
+    def depths(self, name: str, wanted: Sequence[int], now: float) -> tuple[int, int]:
+        """Blocks of a prompt that one holds; and with those promised behind them, of which every fourth is noted."""
+        promised = {value for until, to, noted in self.promises if to == name and until >= now for value in noted}
+        held = depth = next((n for n, value in enumerate(wanted) if value not in self.held[name]), len(wanted))
+        while (noted := depth // 4 * 4 + 4) <= len(wanted) and wanted[noted - 1] in promised:
+            depth = noted
+        return held, depth
+
+    def check(self, to: Router, tokens: Sequence[int], now: float, chosen: Route, loads: dict[str, float]) -> None:
+        """The route is one of the cheapest; of those that hold as much in the same way, the least busy, then rested."""
+        wanted = hashes(tokens)
+        depths = {name: self.depths(name, wanted, now) for name in self.held}
+        tokens_held = {name: min(depth * SIZE, len(tokens) - 1) for name, (_, depth) in depths.items()}
+        cost = {name: loads[name] - to.config.recompute * tokens_held[name] for name in self.held}
+        assert chosen.held == tokens_held[chosen.replica]
+        assert cost[chosen.replica] == min(cost.values())
+        equals = [name for name in self.held if depths[name] == depths[chosen.replica]]
+        assert chosen.replica == min(equals, key=lambda name: (loads[name], self.last[name], equals.index(name)))
+        self.sent += 1
+        self.last[chosen.replica] = self.sent
+        self.promises.append((now + to.config.promise_s, chosen.replica, wanted[chosen.held // SIZE // 4 * 4 + 3 :: 4]))
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 3), (1, 12), (2, 40), (3, 40)])
+def test_choices_are_those_of_the_plain_formula(seed: int, count: int) -> None:
+    choose, names = random.Random(seed), [f"r{n}" for n in range(count)]
+    to, simple, now = router(*names), Simple(names), 0.0
+    seqs, opened = dict.fromkeys(names, 0), list[Route]()
+    trunks = [[choose.randrange(10**6) for _ in range(choose.randrange(8, 160))] for _ in range(4)]
+    for _ in range(500):
+        now += choose.random() * 0.2
+        tokens = [*choose.choice(trunks), *(choose.randrange(10**6) for _ in range(choose.randrange(40)))]
+        name = choose.choice(names)
+        if choose.random() < 0.4:
+            seqs[name] += 1
+            if choose.random() < 0.2 and simple.held[name]:
+                gone = set(choose.choice([hashes(trunk) for trunk in trunks])[1:])  # a trunk's first block stays
+                gone |= {value for value in simple.held[name] if value not in {v for t in trunks for v in hashes(t)}}
+                simple.held[name] -= gone
+                assert to.apply(name, batch(seqs[name], Removed(tuple(gone))))
+            else:
+                simple.held[name] |= set(hashes(tokens))
+                assert to.apply(name, batch(seqs[name], stored(tokens)))
+        elif opened and choose.random() < 0.4:
+            old = opened.pop(choose.randrange(len(opened)))
+            to.started(old)
+            if choose.random() < 0.3:
+                opened.append(old)
+            else:
+                to.ended(old)
+        else:
+            loads = {
+                each: queued + to.config.running * running for each in names for queued, running in [to.load(each)]
+            }
+            opened.append(route(to, tokens, now))
+            simple.check(to, tokens, now, opened[-1], loads)
+    assert simple.sent > 150

@@ -63,7 +63,9 @@ class Bench:
 
     def whole(self, tokens: Sequence[int], generated: int = 0) -> Row:
         """Logits after tokens computed in one piece, alone, in blocks of their own; the last ones may be output."""
-        (row,) = self.run(self.item(tokens, 0, self.table(len(tokens)), generated=generated))
+        item = self.item(tokens, 0, self.table(len(tokens)), generated=generated)
+        (row,) = self.run(item)
+        self.runner.release([item.seq_id])  # as the core does: a device has room for the states of a batch, no more
         return row
 
     def same(self, a: Row, b: Row) -> bool:

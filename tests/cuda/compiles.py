@@ -10,13 +10,23 @@ import time
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
-from shoal.runners.cuda import kernels, kernels_attention, kernels_mixture, mixtures, products, step
+from shoal.runners.cuda import (
+    delta,
+    kernels,
+    kernels_attention,
+    kernels_mixture,
+    kernels_recurrent,
+    mixtures,
+    products,
+    step,
+)
 from shoal.runners.cuda.backend import load_decoder
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
 from tests.cuda.tiny import prompts, tiny_decoder
@@ -30,7 +40,11 @@ FORMS: list[dict[str, Any]] = [
     {"kind": "Q4_0", "heads": 6},
     {"kind": "Q4_K", "mixture": {"experts": 6, "used": 2, "shared": True, "gated": True}},
     {"kind": "Q6_K", "mixture": {"experts": 8, "used": 3, "scoring": "sigmoid", "selection": True}},
+    {"width": 1024, "ff": 1024, "layers": 1},
+    {"width": 1024, "ff": 1024, "layers": 1, "kind": "Q4_K", "bias": True},
     {"kind": "Q8_0", "bias": True, "mixture": {"experts": 8, "used": 4, "scoring": "chosen"}},
+    {"kind": "Q4_K", "dim": 256, "nets": (2, 4, 128, 128)},
+    {"eight": True, "nets": (1, 3, 48, 64)},
     {"dim": 128, "bias": True, "mixture": {"experts": 8, "used": 4, "activation": "swiglu_clipped"}},
 ]
 
@@ -90,6 +104,7 @@ def compile_all(arch: int) -> Counter[str]:
     for launcher in (step, products, mixtures):
         vars(launcher)["k"] = view
     vars(step)["ka"] = View(kernels_attention, target, counts)
+    vars(delta)["kr"] = View(kernels_recurrent, target, counts)
     vars(mixtures)["km"] = View(kernels_mixture, target, counts)
     for form in FORMS:
         form = {"layers": 2, "width": 256, "vocab": 300, "ff": 256, **form}
@@ -105,6 +120,8 @@ def compile_all(arch: int) -> Counter[str]:
             eight=eight,
         )
         runner._step._dependent = arch >= 90
+        if runner.spec.recurrent:  # where the many of `batches` go on from
+            runner.access.write_checkpoint(0, 290, np.zeros(runner.spec.checkpoint_bytes, np.uint8))
         for number, batch in enumerate(batches()):
             runner.execute(StepPlan(number, tuple(batch)))
         runner.close()
@@ -116,7 +133,7 @@ def batches() -> list[list[Any]]:
     """A prompt, one row, many rows over a long trunk that they share."""
     prompt, table = prompts(1, [300])[0], tuple(range(10))
     lone = ScheduledSequence(1, prompt[:1], 300, table, Want.ARGMAX)
-    many = [lone._replace(seq_id=10 + i, start=290) for i in range(100)]
+    many = [lone._replace(seq_id=10 + i, start=290, load=0) for i in range(100)]
     return [[ScheduledSequence(1, prompt, 0, table, Want.LOGITS)], [lone], many]
 
 

@@ -20,8 +20,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "everything": {"kind": "Q4_0", "qk_norm": False, **EVERYTHING},
     "KV in 8 bits": {"eight": True, **EVERYTHING},
     "three heads a KV head": {"heads": 3},
+    "hybrid": {"layers": 2, "nets": (2, 4, 32, 32)},
     "experts": {"mixture": {"experts": 6, "used": 2}},
     "experts, shared": {"kind": "Q8_0", "mixture": {"experts": 5, "used": 3, "shared": True, "gated": True}},
+    "hybrid of experts": {
+        **{"kind": "Q8_0", "layers": 2, "nets": (1, 2, 32, 16)},
+        "mixture": {"experts": 4, "used": 2, "shared": True, "gated": True},
+    },
     "experts, sigmoid": {"mixture": {"experts": 4, "used": 2, "scoring": "sigmoid", "selection": True, "scale": 1.5}},
     "experts, gpt-oss": {
         **{"bias": True, "sinks": True, "qk_norm": False},

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.models.decoder import Attention, Decoder, Dense, Layer, Linear, Mixture, Norm, Rotary, Weight
+from shoal.models.decoder import Attention, Decoder, DeltaNet, Dense, Layer, Linear, Mixture, Norm, Rotary, Weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +74,13 @@ def tiny_decoder(
     dim: int = 64,
     ff: int = 512,
     mixture: Mapping[str, Any] | None = None,
+    nets: tuple[int, int, int, int] | None = None,
 ) -> Decoder:
-    """Of the qwen3 kind, with what else is asked for. `mixture`: fields of `Mixture`; "shared", "gated" are bools."""
+    """Of the qwen3 kind, with what else is asked for. `mixture`: fields of `Mixture`; "shared", "gated" are bools.
+
+    `nets`, (key heads, value heads, key_dim, value_dim), make it of the qwen35 kind: gated delta nets in all layers but
+    every second, gated attention there, which turns a quarter of a head.
+    """
     rng = np.random.default_rng(seed)
 
     def matrix(name: str, n: int, k: int, form: str = kind) -> Weight:
@@ -132,7 +137,33 @@ def tiny_decoder(
             **how,
         )
 
-    rotary = Rotary(tuple(float(f) for f in 10000.0 ** (-np.arange(dim // 2) / (dim // 2))))
+    def net(name: str, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> DeltaNet:
+        keys, values, taps = key_heads * key_dim, value_heads * value_dim, 4
+        drawn = rng.normal(0, 0.5, (2 * keys + values, taps)).astype(np.float32)
+        conv = Weight(Stored(f"{name}conv", "F32", drawn.shape, drawn.reshape(-1).view(np.uint8)), drawn.shape)
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "alpha": value_heads, "beta": value_heads}
+        parts = {
+            part: Linear(matrix(f"{name}{part}", n, width, "BF16" if n == value_heads else kind))
+            for part, n in sizes.items()
+        }
+        return DeltaNet(
+            key_heads,
+            value_heads,
+            key_dim,
+            value_dim,
+            taps,
+            tuple(h % key_heads for h in range(value_heads)),
+            **parts,
+            conv=conv,
+            decay=vector(f"{name}decay", value_heads, -0.5),
+            dt_bias=vector(f"{name}dt", value_heads, 0.0, 1.0),
+            norm=norm(f"{name}norm", value_dim),
+            out=Linear(matrix(f"{name}out", width, values)),
+            l2_eps=1e-6,
+        )
+
+    turned = dim // 2 if nets is None else dim // 8
+    rotary = Rotary(tuple(float(f) for f in 10000.0 ** (-np.arange(turned) / turned)))
     made = []
     for i in range(layers):
         attention = Attention(
@@ -151,10 +182,12 @@ def tiny_decoder(
             window=window if i % 2 == 0 else None,
             sinks=vector(f"{i}.sinks", heads, 0.0, 1.0) if sinks else None,
             soft_cap=soft_cap,
+            gate=None if nets is None else Linear(matrix(f"{i}.gate", heads * dim, width)),
         )
+        mixer = net(f"{i}.", *nets) if nets is not None and i % 2 == 0 else attention
         post = norm(f"{i}.post", width) if post_norms else None
         feed = dense(f"{i}.") if mixture is None else mixed(f"{i}.")
-        made.append(Layer(attention, feed, norm(f"{i}.n1", width), post, norm(f"{i}.n2", width), post))
+        made.append(Layer(mixer, feed, norm(f"{i}.n1", width), post, norm(f"{i}.n2", width), post))
     embedding = matrix("embedding", vocab, width, "BF16")
     return Decoder("tiny", "qwen3", width, vocab, 1024, embedding, tuple(made), norm("final", width), Linear(embedding))
 

@@ -13,6 +13,7 @@ from shoal.runners.fake import ByteTokenizer, FakeRunner
 from shoal.runners.plan import StepPlan
 from shoal.sampling.grammar import GrammarCompiler
 from shoal.types import SamplingParams
+from tests.support.brake import Brake
 from tests.support.live import LETTERS, Live, chat_body, error_of, toy
 
 
@@ -445,10 +446,14 @@ def test_no_cors_unless_asked() -> None:
 
 
 def test_a_full_queue_is_429_with_retry_after() -> None:
-    with Live(toy(step_s=0.05, max_batch=1, max_queue=1)) as live, httpx.Client(base_url=live.url, timeout=60) as other:
+    brake = Brake()
+    engine = brake.fitted(toy(max_batch=1, max_queue=1))
+    with Live(engine) as live, httpx.Client(base_url=live.url, timeout=60) as other:
+        brake.set(after=4)
         with other.stream("POST", "/v1/chat/completions", json=chat_body(n=2, max_tokens=200, stream=True)) as held:
             next(held.iter_lines())
             answer = live.chat()
+            brake.release()
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
             assert error_of(answer)["type"] == "rate_limit_error"

@@ -12,7 +12,7 @@ from shoal.core.journal import content_hashes
 from shoal.types import Namespace
 from tests.support.live import Live, toy
 
-STORED = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"}
+STORED = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"}
 
 
 def batches(lines: Iterator[str]) -> Iterator[tuple[int, dict[str, Any]]]:

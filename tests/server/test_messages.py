@@ -59,9 +59,10 @@ def test_a_conversation_is_answered(live: Live) -> None:
     marked = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
     again = client.messages.create(**arguments, system=marked)
     assert again.usage.cache_read_input_tokens > 0
-    assert again.usage.input_tokens + again.usage.cache_read_input_tokens == first.usage.input_tokens
+    prompt = first.usage.input_tokens + first.usage.cache_read_input_tokens
+    assert again.usage.input_tokens + again.usage.cache_read_input_tokens == prompt
     counted = client.messages.count_tokens(model="toy", messages=USER, system="Be brief.")
-    assert counted.input_tokens == first.usage.input_tokens
+    assert counted.input_tokens == prompt
 
 
 def test_stream_and_whole_agree(thinker: Live) -> None:

@@ -93,7 +93,9 @@ def test_leaving_early_stops_the_server() -> None:
             await stream.aclose()
 
         remote(live, work)
-        assert wait_for(lambda: live.idle) < 1
+        wait_for(lambda: live.idle)
+        assert live.engine._loop.scheduler.idle
+        assert live.engine.stats().steps < 1000, "it was left to its end"
         live.wait_idle()
 
 

@@ -56,7 +56,7 @@ class Trial:
         return told
 
     def until(self, reached: Callable[[], bool]) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not reached():
             assert time.monotonic() < end, self.state
             time.sleep(0.01)

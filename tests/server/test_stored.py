@@ -152,9 +152,9 @@ def test_what_was_used_longest_ago_goes_and_a_chain_in_use_stays() -> None:
 def test_responses_in_flight_at_a_stop_go_on_after_the_next_start(tmp_path: Path) -> None:
     """Bound to time only in that the stop comes before so many tokens are written."""
     settings: dict[str, Any] = {"history": tmp_path / "history.db", "state": tmp_path / "state", "drain_s": 0.0}
-    body = {"input": "Go on", "temperature": 0, "seed": 1, "max_output_tokens": 400}
+    body = {"input": "Go on", "temperature": 0, "seed": 1, "max_output_tokens": 1500}
     with Live(toy(step_s=0.02), **settings) as first:
-        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "stream": True}
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1500, "stream": True}
         with (
             first.http.stream("POST", "/v1/chat/completions", json=chat) as talk,
             first.http.stream("POST", "/v1/responses", json={**body, "stream": True}) as events,

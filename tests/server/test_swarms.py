@@ -15,11 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.engine.handles import Progress
 from shoal.runners.fake import FakeRunner
 from shoal.server.errors import ApiError
 from shoal.server.swarmbench.history import History
 from shoal.server.swarmbench.record import apply, totals
+from shoal.server.swarmbench.steps import _kv
 from shoal.server.swarmbench.turns import MAX_TURNS, thread_after
+from tests.support.brake import Brake
 from tests.support.live import Live, error_of, toy
 
 AGENTS = [{"name": f"Agent {n}", "task": f"Say {n}."} for n in range(8)]
@@ -141,25 +144,27 @@ def test_without_sharing_nothing_is_cached(live: Live) -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_card_is_stopped_alone(slow: Live) -> None:
-    run = begin(slow, max_tokens=150)
-    stopped = False
-    for _, _, data in follow(slow, run):
-        if not stopped and any(card["tokens"] > 4 for card in data.get("cards", ())):
-            stopped = slow.post(f"/swarmbench/runs/{run}/stop", {"card": 3}).status_code == 200
-    states = [card["state"] for card in record(slow, run)["together"]["cards"]]
-    assert stopped
-    assert states == ["done"] * 3 + ["cancelled"] + ["done"] * 5  # the synthesis reads what there is
-    slow.wait_idle()
+def test_a_card_is_stopped_alone() -> None:
+    brake = Brake()
+    with Live(brake.fitted(toy())) as live:
+        brake.set(after=20)
+        run = begin(live, max_tokens=150)
+        end = time.monotonic() + 60
+        while record(live, run)["together"]["cards"][3]["tokens"] <= 4:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert live.post(f"/swarmbench/runs/{run}/stop", {"card": 3}).status_code == 200
+        brake.release()
+        states = [card["state"] for card in finished(live, run)["together"]["cards"]]
+        assert states == ["done"] * 3 + ["cancelled"] + ["done"] * 5  # the synthesis reads what there is
+        live.wait_idle()
 
 
 def test_all_are_stopped(slow: Live) -> None:
     run = begin(slow, max_tokens=500, one_by_one=True)
     time.sleep(0.1)
-    began = time.monotonic()
     slow.post(f"/swarmbench/runs/{run}/stop", {})
     told = finished(slow, run)
-    assert time.monotonic() - began < 2
     assert told["state"] == "cancelled"
     states = [card["state"] for card in told["together"]["cards"]]
     assert states[-1] == "cancelled"  # the synthesis had not begun
@@ -172,7 +177,7 @@ def test_all_are_stopped(slow: Live) -> None:
 def test_a_run_goes_on_when_nobody_follows(slow: Live) -> None:
     run = begin(slow, max_tokens=30)
     next(follow(slow, run))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while record(slow, run)["state"] == "running":
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -292,10 +297,11 @@ def test_a_run_that_goes_on_cannot_be_deleted(slow: Live) -> None:
 
 def test_a_run_that_a_stop_cut_off_goes_on_after_it(tmp_path: Path) -> None:
     path = tmp_path / "history.db"
-    order = {"max_tokens": 60, "seed": 3}
+    order = {"max_tokens": 150, "seed": 3}
     with Live(toy()) as whole:
         never_stopped = finished(whole, begin(whole, **order))
-    with Live(toy(step_s=0.01), history=path, drain_s=0.1) as first:
+    runner = FakeRunner(step_s=0.01)
+    with Live(toy(runner=runner), history=path, drain_s=0.1) as first:
         done = begin(first, max_tokens=4)
         finished(first, done)
         cut = begin(first, **order)
@@ -303,6 +309,7 @@ def test_a_run_that_a_stop_cut_off_goes_on_after_it(tmp_path: Path) -> None:
         for _, name, data in follow(first, cut):  # until one agent has ended
             assert name != "end"
             if any(card["state"] == "done" for card in data.get("cards", ())):
+                runner.step_s = 0.3  # the stop comes before the rest has ended
                 stopped = True
                 break
         assert stopped
@@ -377,6 +384,13 @@ def test_a_history_that_fails_is_told_and_stops_nobody(tmp_path: Path) -> None:
         while live.http.get("/swarmbench/state").json()["history_error"] is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_kv_held_counts_window_blocks_too() -> None:
+    one = Progress("decoding", 8, blocks=(1, 2, 3), windows=(7, 8))
+    other = Progress("decoding", 8, blocks=(1, 2, 4), windows=(7, 9))
+    assert _kv([one, other], 10, 100) == (4 * 10 + 3 * 100, 2 * 10 + 100)
+    assert _kv([one, other], 10, 0) == (40, 20)
 
 
 def test_the_stall_bound_changes_while_the_engine_runs(live: Live) -> None:

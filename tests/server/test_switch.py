@@ -46,7 +46,7 @@ def test_calls_in_flight_finish_before_the_switch() -> None:
         thread, answers = in_background(live, chat_body(max_tokens=60))
         loaded = live.post("/models/load", {"model": "b"})
         assert loaded.json()["id"] == "b"
-        thread.join(10)
+        thread.join(60)
         assert answers[0].status_code == 200
         assert answers[0].json()["model"] == "a"
         assert live.chat(model="b").status_code == 200
@@ -58,7 +58,7 @@ def test_calls_that_take_too_long_are_told(stream: bool) -> None:
     with Live(load("a"), load, name="a") as live:
         thread, answers = in_background(live, chat_body(max_tokens=3000, stream=stream))
         assert live.post("/models/load", {"model": "b", "drain_s": 0.05}).is_success
-        thread.join(10)
+        thread.join(60)
         [answer] = answers
         error = events(answer)[-1]["error"] if stream else error_of(answer)
         assert answer.status_code == (200 if stream else 503)
@@ -70,7 +70,7 @@ def test_new_calls_during_a_switch_are_told_to_come_back() -> None:
     gate = threading.Event()
 
     def slow(name: str) -> Engine:
-        gate.wait(10)
+        gate.wait(60)
         return toy()
 
     with Live(toy(), slow, name="a") as live:
@@ -82,7 +82,7 @@ def test_new_calls_during_a_switch_are_told_to_come_back() -> None:
         assert "retry-after" in answer.headers
         assert live.post("/models/load", {"model": "c"}).status_code == 409
         gate.set()
-        switch.join(10)
+        switch.join(60)
         assert live.chat(model="b").is_success
 
 
@@ -103,7 +103,7 @@ def test_a_name_that_may_not_be_loaded_disturbs_nobody() -> None:
         thread, answers = in_background(live, chat_body(max_tokens=100))
         for name in ("b", "../../etc/passwd"):
             assert live.post("/models/load", {"model": name, "drain_s": 0}).status_code == 404
-        thread.join(10)
+        thread.join(60)
         assert answers[0].status_code == 200
 
 
@@ -117,8 +117,8 @@ def test_a_second_signal_does_not_wait(kinds: tuple[str, str]) -> None:
     live.server.handle_exit(getattr(signal, kinds[1]), None)
     begin = time.monotonic()
     live.stop()
-    assert time.monotonic() - begin < 5
-    thread.join(10)
+    assert time.monotonic() - begin < 15
+    thread.join(60)
 
 
 def test_unload_and_load_again() -> None:
@@ -136,7 +136,7 @@ def test_a_stop_lets_calls_finish() -> None:
     live = Live(load("a"), load, name="a", drain_s=10)
     thread, answers = in_background(live, chat_body(max_tokens=100))
     live.stop()
-    thread.join(10)
+    thread.join(60)
     assert answers[0].status_code == 200
     assert answers[0].json()["usage"]["completion_tokens"] == 100
 
@@ -146,8 +146,8 @@ def test_a_stop_cuts_calls_at_the_deadline_and_says_so() -> None:
     thread, answers = in_background(live, chat_body(max_tokens=3900, stream=True))
     begin = time.monotonic()
     live.stop()
-    assert time.monotonic() - begin < 5
-    thread.join(10)
+    assert time.monotonic() - begin < 15
+    thread.join(60)
     assert events(answers[0])[-1]["error"]["code"] == "engine_unavailable"
 
 
@@ -176,7 +176,7 @@ def test_the_command_prints_its_port_serves_and_ends_with_status_0(real: Live) -
                 next(lines)
                 process.send_signal(signal.SIGINT)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
             logged = [json.loads(line) for line in process.stderr.read().splitlines()]
         finally:
             process.kill()

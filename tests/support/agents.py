@@ -23,7 +23,7 @@ Answer = str | ShoalError | float
 """What a scripted engine does: write a text, fail, or hang for some seconds."""
 
 
-def go(work: Coroutine[Any, Any, T], timeout_s: float = 30.0) -> T:
+def go(work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
     return asyncio.run(asyncio.wait_for(work, timeout_s))
 
 

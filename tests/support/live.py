@@ -55,7 +55,7 @@ class Live:
         self.server = make_server(self.hub, self.config, self._listening, ready)
         self._thread = threading.Thread(target=self.server.run, name="server", daemon=True)
         self._thread.start()
-        assert started.wait(30)
+        assert started.wait(60)
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     @property
@@ -69,7 +69,7 @@ class Live:
     def chat(self, text: str = "Hello", **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", chat_body(text, **fields))
 
-    def wait_idle(self, timeout_s: float = 20.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Until no request is in the engine, no call holds a lease and the books are right.
 
         The next turn of a chat that has just been answered may be prepared meanwhile: it ends by itself.

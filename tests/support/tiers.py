@@ -108,7 +108,7 @@ class Lab:
         while self.loop.copy_out():
             pass
         if self.disk is not None:
-            self.disk.flush(10.0)
+            self.disk.flush(60.0)
 
     def close(self) -> None:
         self.loop.close()

@@ -66,6 +66,8 @@ def test_streams_get_a_token_in_every_step_whatever_the_disk_does(
 ) -> None:
     """`warm`: there are blocks to be brought back too. Steps are counted, not timed."""
     monkeypatch.setattr(shoal.engine.kv.disk, "_STALL_S", 0.1)
+    monkeypatch.setattr(shoal.engine.kv.tiering, "_WAIT_S", (0.05, 10.0))
+    monkeypatch.setattr(shoal.engine.kv.tiering, "_FLUSH_S", 5.0)
     if warm:
         filled(tmp_path)
     files = bad(tmp_path)
@@ -119,7 +121,7 @@ def test_a_fault_is_said_once_and_the_disk_is_used_again(
 
 
 def settle(lab: Lab) -> None:
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while lab.disk is not None and lab.disk.queued_bytes and time.monotonic() < end:
         time.sleep(0.01)
 
@@ -162,7 +164,7 @@ def test_one_that_comes_while_another_waits_for_the_disk_does_not_wait(
         waits = engine.submit(known)
         while not (engine._loop.kv_on_its_way and engine._loop.rest_s):
             time.sleep(0.001)
-        other = engine.submit(Request(prompt="another one", sampling=sampling)).result(10.0)
+        other = engine.submit(Request(prompt="another one", sampling=sampling)).result(60.0)
         assert other.finish_reason == "length"
         assert waits.state == "queued"
         freed.set()
@@ -311,7 +313,7 @@ def test_blocks_that_do_not_fit_the_queue_are_dropped(tmp_path: Path, monkeypatc
     monkeypatch.setattr(shoal.engine.kv.disk, "_QUEUED", 300)
     files = bad(tmp_path)
     disk = DiskTier(files, Buffers(100, 300))
-    disk.wait_scanned(5.0)
+    disk.wait_scanned(60.0)
     stuck(files)
     for number in range(5):
         disk.put(bytes([number]) * 20, np.zeros(100, np.uint8))
@@ -319,8 +321,28 @@ def test_blocks_that_do_not_fit_the_queue_are_dropped(tmp_path: Path, monkeypatc
     assert disk.queued_bytes == 300
     assert not disk.has_room(100)
     files.free()
-    disk.flush(10.0)
+    disk.flush(60.0)
     assert disk.written_bytes == 300
+    disk.close()
+
+
+def test_of_too_many_kept_blocks_those_are_forgotten_that_are_wanted_the_shortest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.engine.kv.disk, "_KEPT", 4)
+    disk = DiskTier(bad(tmp_path), Buffers(100, 300))
+    names = [bytes([number]) * 20 for number in range(8)]
+    disk.keep(names[:3], 60.0)
+    disk.keep(names[3:5], 10.0)
+    disk.keep(names[:1], 5.0)  # it was promised more
+    assert set(disk._until) in ({*names[:3], names[3]}, {*names[:3], names[4]})
+    disk.keep(names[5:8], 30.0)
+    assert {*names[:3]} < set(disk._until)
+    assert len(disk._until) == 4
+    for _ in range(20):  # again and again: nothing piles up
+        disk.keep(names[:3], 90.0)
+    assert {*names[:3]} < set(disk._until)
+    assert len(disk._soonest) <= 9
     disk.close()
 
 

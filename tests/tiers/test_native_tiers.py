@@ -115,7 +115,7 @@ def test_real_streams_get_a_token_in_every_step_whatever_the_disk_does(
     files = BadFiles(tmp_path, runner.identity, 1 << 30)
     lab = Lab(files=files, runner=runner, speculation=False)  # one token a step
     assert lab.disk is not None
-    lab.disk.wait_scanned(10.0)
+    lab.disk.wait_scanned(60.0)
     suffer(files)  # now that it is known what should be there
     stream, _ = lab.add([*range(1000, 1040)], 100)
     while not stream.seq.decoding:

@@ -30,7 +30,7 @@ class Sink:
         if len(self.events) == self._raises_at or (self._at_the_end and event.finished):
             raise KeyError("the sink's own fault")
 
-    def ended(self, within_s: float = 10.0) -> Event:
+    def ended(self, within_s: float = 60.0) -> Event:
         end = time.monotonic() + within_s
         while not (self.events and self.events[-1].finished):
             assert time.monotonic() < end, "no terminal event"

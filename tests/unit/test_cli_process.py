@@ -24,7 +24,7 @@ def fake(*arguments: str, step_s: float = 0.0, interrupt_at: str = "") -> list[s
 
 def call(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
 def on_terminal(command: list[str], **environment: str) -> tuple[int, str]:
@@ -49,7 +49,7 @@ def on_terminal(command: list[str], **environment: str) -> tuple[int, str]:
             break
         seen += chunk
     os.close(ours)
-    return process.wait(timeout=30), seen.decode()
+    return process.wait(timeout=60), seen.decode()
 
 
 def test_help_imports_no_backend_and_no_library_that_is_slow_to_import() -> None:
@@ -61,7 +61,7 @@ def test_help_imports_no_backend_and_no_library_that_is_slow_to_import() -> None
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_a_terminal_shows_the_grid_and_gets_its_cursor_back() -> None:
-    status, seen = on_terminal(fake("swarm", "Why?", "--max-tokens", "40", step_s=0.01))
+    status, seen = on_terminal(fake("swarm", "Why?", "--max-tokens", "120", step_s=0.01))
     assert status == 0, seen
     assert "decoding" in seen
     assert seen.count("\x1b[?25l") == seen.count("\x1b[?25h") == 1
@@ -84,7 +84,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert process.stdout.readline().startswith("== Key facts")
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(timeout=30) == 1
+    assert process.wait(timeout=60) == 1
     process.stderr.close()
 
 
@@ -94,7 +94,7 @@ def test_a_second_ctrl_c_quits_at_once() -> None:
     result = call(fake("swarm", "Why?", "--max-tokens", "3000", step_s=0.01, interrupt_at="5,6,7"))
     assert result.returncode == 130
     assert "Traceback" not in result.stderr
-    assert time.perf_counter() - began < 20
+    assert time.perf_counter() - began < 60
 
 
 def test_no_network_is_a_message(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.models.decoder import Decoder, Mixture
-from shoal.runners.cuda.supports import kv_bytes_per_token, refusal, step_bytes
+from shoal.models.decoder import Attention, Decoder, DeltaNet, Mixture, ShortConv
+from shoal.runners.cuda.supports import kv_bytes_per_token, refusal, state_bytes, step_bytes
 from tests.cuda.tiny import tiny_decoder
 
 EXPERTS: dict[str, Any] = {"experts": 4, "used": 2}
@@ -46,6 +46,31 @@ def test_what_mixtures_are_not_taken_is_named(changes: dict[str, Any], named: st
 
 def test_more_query_heads_for_one_kv_head_than_a_tile_serves_are_refused() -> None:
     assert "17 query heads" in (refusal(tiny_decoder(layers=1, heads=17, kv_heads=1)) or "")
+
+
+def test_hybrids_are_taken_and_what_of_them_is_not_is_named() -> None:
+    model = tiny_decoder(layers=4, nets=(2, 4, 32, 16))
+    assert refusal(model) is None
+    net = model.layers[0].mixer
+    assert isinstance(net, DeltaNet)
+
+    def refused(mixer: Any) -> str:
+        return refusal(replace(model, layers=(replace(model.layers[0], mixer=mixer), *model.layers[1:]))) or ""
+
+    assert "differ between layers" in refused(replace(net, value_heads=2))
+    uneven = tiny_decoder(layers=2, nets=(1, 4, 32, 24))
+    assert "32 and 24 elements" in (refusal(uneven) or "")
+    assert "ShortConv" in refused(ShortConv(4, net.q, net.k, net.v, net.conv, None, net.out))
+    assert "no layer with attention" in (refusal(replace(model, layers=model.layers[:1])) or "")
+
+
+def test_state_and_kv_of_a_hybrid_are_those_of_their_own_layers() -> None:
+    model = tiny_decoder(layers=4, nets=(2, 4, 32, 16))
+    channels = 2 * 2 * 32 + 4 * 16
+    assert state_bytes(model) == 2 * (3 * channels * 2 + 4 * 32 * 16 * 4)  # layers; inputs in bf16, matrices in float32
+    attending = [layer for layer in model.layers if isinstance(layer.mixer, Attention)]
+    assert kv_bytes_per_token(model) == kv_bytes_per_token(replace(model, layers=tuple(attending)))
+    assert state_bytes(tiny_decoder()) == 0
 
 
 def test_bytes_of_kv_and_of_a_step() -> None:

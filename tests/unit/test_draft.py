@@ -314,7 +314,7 @@ def test_drafting_changes_nothing_but_the_number_of_steps() -> None:
 def test_a_record_replays_with_its_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "Drafter", lambda rows: AnyDrafter(random.Random(7), rows))
     path = tmp_path / "run.jsonl"
-    loop = toy_loop(Copies(num_blocks=64), record=str(path))
+    loop = toy_loop(Copies(num_blocks=64), record=str(path), max_stall_ms=10_000)
     finish(loop, [Request(prompt_tokens=[*range(30), i], sampling=SamplingParams(max_tokens=60)) for i in range(3)])
     loop.close()
     assert loop.stats().drafted_tokens > 20
@@ -326,7 +326,7 @@ def test_a_record_replays_with_its_drafts(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_steps_and_their_records_count_what_was_written() -> None:
     runner = Copies(num_blocks=64)
-    loop = toy_loop(runner)
+    loop = toy_loop(runner, max_stall_ms=10_000)
     draft_anything(loop, random.Random(4))
     records: list[StepRecord] = []
     loop.on_step.append(records.append)
@@ -366,7 +366,7 @@ def test_a_row_behind_a_draft_that_is_not_finite_ends_its_request(temperature: f
     request = Request(prompt_tokens=[*range(30), *range(7)], sampling=sampling)
     results = []
     for draws in (None, *range(6)):
-        loop = toy_loop(Broken(num_blocks=64), speculation=draws is not None)
+        loop = toy_loop(Broken(num_blocks=64), speculation=draws is not None, max_stall_ms=10_000)
         draft_anything(loop, random.Random(draws))
         results += finish(loop, [request], most_steps=200)
         assert (loop.stats().accepted_tokens > 0) is (draws is not None)

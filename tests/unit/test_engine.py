@@ -44,7 +44,7 @@ def sound(engine: Engine) -> None:
 
 
 def test_results_come_in_the_order_of_the_requests_with_their_own_text() -> None:
-    with toy_engine(max_batch=3) as engine:
+    with toy_engine(FakeRunner(step_s=0.005), max_batch=3) as engine:  # all are there before the first has ended
         prompts = [f"prompt {i}" for i in range(7)]
         report = engine.run([Request(prompt=p, id=p, sampling=SHORT) for p in prompts])
         assert [r.id for r in report.results] == prompts
@@ -108,6 +108,7 @@ def test_requests_that_cannot_be_served_are_refused_by_name() -> None:
             engine.submit(Request(prompt="x", sampling=SamplingParams(stop_token_ids=(5000,))))
         with pytest.raises(InvalidRequestError, match="logit_bias"):
             engine.submit(Request(prompt="x", sampling=SamplingParams(logit_bias={5000: 1.0})))
+        engine.suspend()  # or it might have ended
         engine.submit(Request(prompt="x", id="same", sampling=SHORT))
         with pytest.raises(InvalidRequestError, match="in flight already"):
             engine.submit(Request(prompt="x", id="same", sampling=SHORT))
@@ -137,8 +138,8 @@ def test_a_full_queue_is_refused_with_a_hint() -> None:
         assert caught.value.retry_after_s > 0
         for handle in handles:
             handle.abort()
-        assert {h.result(10).finish_reason for h in handles} == {FinishReason.ABORTED}
-        assert engine.submit(Request(prompt="x", sampling=SHORT)).result(10).finish_reason is FinishReason.LENGTH
+        assert {h.result(60).finish_reason for h in handles} == {FinishReason.ABORTED}
+        assert engine.submit(Request(prompt="x", sampling=SHORT)).result(60).finish_reason is FinishReason.LENGTH
 
 
 def test_the_queue_counts_tokens_too() -> None:
@@ -150,8 +151,8 @@ def test_the_queue_counts_tokens_too() -> None:
         handles.append(engine.submit(Request(prompt="x" * 100, sampling=LONG)))
         for handle in handles:
             handle.abort()
-        assert {h.result(10).finish_reason for h in handles} == {FinishReason.ABORTED}
-        assert engine.submit(Request(prompt="x" * 250, sampling=SHORT)).result(10).finish_reason is FinishReason.LENGTH
+        assert {h.result(60).finish_reason for h in handles} == {FinishReason.ABORTED}
+        assert engine.submit(Request(prompt="x" * 250, sampling=SHORT)).result(60).finish_reason is FinishReason.LENGTH
     with toy_engine(max_queue_tokens=0) as engine:  # one that fits is taken whatever its length
         assert engine.run([Request(prompt="x" * 250, sampling=SHORT)]).results[0].error is None
 
@@ -181,17 +182,26 @@ def test_arrivals_are_replayed() -> None:
         report = engine.run([late, Request(prompt="a", id="early", sampling=SHORT)])
     assert [r.id for r in report.results] == ["late", "early"]
     assert report.wall_s >= 0.15
-    assert all(r.ttft_s is not None and r.ttft_s < 0.1 for r in report.results)
+    late_s = report.results[0].ttft_s
+    assert late_s is not None
+    assert late_s <= report.wall_s - 0.15, "counted from its arrival"
 
 
 def test_abort_while_it_streams_and_when_it_is_over() -> None:
-    with toy_engine(FakeRunner(step_s=0.001)) as engine:
+    aborted = threading.Event()
+
+    def fault(plan: StepPlan) -> None:
+        if plan.step > 6:
+            assert aborted.wait(60)
+
+    with toy_engine(FakeRunner(fault=fault), speculation=False) as engine:
         handle = engine.submit(Request(prompt="x", sampling=LONG))
         seen = 0
         for event in handle:
             seen += len(event.tokens)
-            if seen == 5:
+            if seen >= 5 and not aborted.is_set():
                 handle.abort()
+                aborted.set()
         result = handle.result()
         assert result.finish_reason is FinishReason.ABORTED
         assert 5 <= len(result.tokens) < 40
@@ -205,7 +215,7 @@ def test_closing_ends_what_is_in_flight() -> None:
     handles = [engine.submit(Request(prompt="x", sampling=LONG)) for _ in range(4)]
     engine.close()
     engine.close()
-    assert {h.result(5).finish_reason for h in handles} == {FinishReason.ABORTED}
+    assert {h.result(60).finish_reason for h in handles} == {FinishReason.ABORTED}
 
 
 def test_an_engine_closed_before_its_first_request() -> None:
@@ -258,7 +268,7 @@ def test_a_runner_that_always_fails_closes_the_engine_by_name() -> None:
 
     engine = toy_engine(FakeRunner(fault=fault), max_batch=1)
     handles = [engine.submit(Request(prompt="x", sampling=SHORT)) for _ in range(6)]
-    results = [handle.result(10) for handle in handles]
+    results = [handle.result(60) for handle in handles]
     assert all(r.finish_reason is FinishReason.ERROR for r in results)
     assert engine.closed
     with pytest.raises(EngineClosedError, match="failed in a row"):
@@ -272,7 +282,7 @@ def test_a_row_of_nan_ends_alone() -> None:
     with toy_engine(runner) as engine:
         handles = [engine.submit(Request(prompt=p, sampling=dataclasses.replace(SHORT, temperature=t)))
                    for p, t in (("a", 0.0), ("b", 0.0), ("c", 1.0), ("d", 1.0))]  # fmt: skip
-        results = [h.result(10) for h in handles]
+        results = [h.result(60) for h in handles]
     assert [r.finish_reason for r in results] == [FinishReason.ERROR, FinishReason.LENGTH] * 2
     assert "not finite" in str(results[0].error)
 
@@ -282,11 +292,11 @@ def test_a_hung_pass_is_noticed_and_nobody_waits_for_ever() -> None:
 
     def fault(plan: StepPlan) -> None:
         if plan.step == 3:
-            hang.wait(20)
+            hang.wait(60)
 
-    engine = toy_engine(FakeRunner(fault=fault), watchdog_s=0.2, max_batch=1)
+    engine = toy_engine(FakeRunner(fault=fault), watchdog_s=1.0, max_batch=1)
     handles = [engine.submit(Request(prompt="x", sampling=SHORT)) for _ in range(3)]
-    results = [handle.result(10) for handle in handles]
+    results = [handle.result(60) for handle in handles]
     assert {r.finish_reason for r in results} == {FinishReason.ERROR}
     assert "has not returned for" in str(results[0].error)
     assert len(results[0].tokens) == 2
@@ -299,7 +309,7 @@ def test_a_hung_pass_is_noticed_and_nobody_waits_for_ever() -> None:
 def test_two_engines_in_one_process() -> None:
     with toy_engine() as one, toy_engine() as two:
         handles = [e.submit(Request(prompt="same", sampling=SHORT)) for e in (one, two, one, two)]
-        assert len({h.result(10).tokens for h in handles}) == 1
+        assert len({h.result(60).tokens for h in handles}) == 1
 
 
 def test_reading_one_request_loses_nothing_of_another() -> None:
@@ -349,8 +359,8 @@ def test_fan_out_computes_the_shared_part_once() -> None:
 
 
 def test_forks_share_everything_so_far_and_go_their_own_ways() -> None:
-    sampling = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True, seed=1, stop=("\x00\x00",))
-    runner = FakeRunner(step_s=0.02)  # slow until the fork: fifty tokens are left to the parent
+    sampling = SamplingParams(max_tokens=300, temperature=1.0, ignore_eos=True, seed=1, stop=("\x00\x00",))
+    runner = FakeRunner(step_s=0.02)  # slow until the fork: most tokens are left to the parent
     with toy_engine(runner) as engine:
         parent = engine.submit(Request(prompt="x" * 104, sampling=sampling))
         events = iter(parent)
@@ -358,10 +368,10 @@ def test_forks_share_everything_so_far_and_go_their_own_ways() -> None:
             next(events)
         children = parent.fork(3)
         runner.step_s = 0.0
-        results = [h.result(10) for h in (parent, *children)]
+        results = [h.result(60) for h in (parent, *children)]
         assert len({r.tokens for r in results}) == 4
         assert len({r.tokens[:10] for r in results}) == 1
-        assert all(len(r.tokens) == 60 for r in results)
+        assert all(len(r.tokens) == 300 for r in results)
         assert all(r.receipt.cached_tokens >= 40 for r in results[1:])
         with pytest.raises(InvalidRequestError, match="finished"):
             parent.fork(1)
@@ -435,7 +445,7 @@ def test_suspend_stops_at_a_token_and_resume_goes_on_with_the_same_tokens() -> N
             if drop:
                 assert engine.stats().kv_held_bytes == engine.stats().kv_cached_bytes == 0
             engine.resume()
-            assert handle.result(10).tokens == expected
+            assert handle.result(60).tokens == expected
 
 
 def test_state_goes_on_in_another_engine(tmp_path: Path) -> None:
@@ -445,7 +455,7 @@ def test_state_goes_on_in_another_engine(tmp_path: Path) -> None:
     requests = [Request(prompt=f"{i}" * 50, id=f"r{i}", sampling=dataclasses.replace(sampling, seed=i)) for i in (0, 1)]
     with toy_engine() as engine:
         expected = [r.tokens for r in engine.run(requests).results]
-    with toy_engine(FakeRunner(step_s=0.001)) as engine:
+    with toy_engine(FakeRunner(step_s=0.05)) as engine:  # neither ends before it is stopped
         engine.cache_prefix("pinned " * 10)
         handles = [engine.submit(request) for request in requests]
         next(iter(handles[0]))
@@ -457,7 +467,7 @@ def test_state_goes_on_in_another_engine(tmp_path: Path) -> None:
 
     with toy_engine() as engine:
         restore(engine, tmp_path / "state")
-        assert [h.result(10).tokens for h in engine.restored_handles] == expected
+        assert [h.result(60).tokens for h in engine.restored_handles] == expected
         assert [h.id for h in engine.restored_handles] == ["r0", "r1"]
         assert engine.run([Request(prompt="pinned " * 10 + "?", sampling=SHORT)]).results[0].cached_tokens == 70
         sound(engine)
@@ -482,10 +492,12 @@ def test_broken_state_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_deadline_and_timeout_end_with_what_there_is() -> None:
     with toy_engine(FakeRunner(step_s=0.005)) as engine:
-        result = engine.submit(Request(prompt="x", sampling=LONG, timeout_s=0.1)).result(10)
+        result = engine.submit(Request(prompt="x", sampling=LONG, timeout_s=0.5)).result(60)
         assert result.finish_reason is FinishReason.TIMEOUT
-        assert 3 < len(result.tokens) < 40
-        assert engine.submit(Request(prompt="x", sampling=LONG, deadline_s=0.1)).result(10).latency_s < 0.5
+        assert 3 < len(result.tokens) < 2000
+        late = engine.submit(Request(prompt="x", sampling=LONG, deadline_s=0.1)).result(60)
+        assert late.finish_reason is FinishReason.TIMEOUT
+        assert late.latency_s >= 0.1
 
 
 def test_settings_are_checked_and_unknown_ones_named() -> None:
@@ -525,8 +537,9 @@ def test_async_generate_and_cancel() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await asyncio.sleep(0.05)
-            assert engine.engine.stats().running == 0
+            async with asyncio.timeout(20):
+                while engine.engine.stats().running:
+                    await asyncio.sleep(0.01)
             with pytest.raises(InvalidRequestError):
                 await _collect(engine, Request(prompt_tokens=[-1]))
             assert (await engine.complete(Request(prompt="q", sampling=SHORT))).finish_reason is FinishReason.LENGTH
@@ -577,9 +590,10 @@ def test_who_listens_is_roused_once_a_step_and_before_the_device_computes() -> N
         engine.on_step_start(start_step)
         requests = [Request(prompt=text, sampling=SamplingParams(max_tokens=4, ignore_eos=True)) for text in "abc"]
         handles = [engine.submit(request, sink=lambda event: order.append("event")) for request in requests]
-        while engine.stats().finished < len(handles):
+        end = time.monotonic() + 20
+        while not ("event" in order and order[-1] == "start_step" and engine.stats().finished == len(handles)):
+            assert time.monotonic() < end, "the last events have roused nobody"
             time.sleep(0.005)
-        time.sleep(0.05)  # idle now: the last events have roused
     passes = [at for at, what in enumerate(order) if what == "pass"]
     assert all(
         order[at - 1] == "start_step" and order[at - 2 : at] != ["start_step", "start_step"] for at in passes[1:]
@@ -615,12 +629,12 @@ def test_a_task_cancelled_while_it_submits_leaves_no_request() -> None:
 
         def slow(request: Request, **options: Any) -> Handle:
             entered.set()
-            go_on.wait(5)
+            go_on.wait(60)
             return submit(request, **options)
 
         engine.submit = slow  # type: ignore[method-assign]
         asyncio.run(ask(AsyncEngine(engine)))
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while engine.stats().finished < 1:
             assert time.monotonic() < end, "the request was left running"
             time.sleep(0.005)
@@ -659,7 +673,7 @@ def test_an_engine_whose_load_is_cancelled_is_closed(monkeypatch: pytest.MonkeyP
 
     def load(*_: Any, **__: Any) -> Engine:
         loading.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         made.append(toy_engine())
         return made[0]
 
@@ -671,7 +685,7 @@ def test_an_engine_whose_load_is_cancelled_is_closed(monkeypatch: pytest.MonkeyP
 
     async def main() -> None:
         entering = asyncio.create_task(enter())
-        await asyncio.to_thread(loading.wait, 10)
+        await asyncio.to_thread(loading.wait, 60)
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await entering

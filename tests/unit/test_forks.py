@@ -36,7 +36,7 @@ class Gate:
     def __call__(self, plan: StepPlan) -> None:
         if plan.step == self.step:
             self.reached.set()
-            assert self.opened.wait(20)
+            assert self.opened.wait(60)
 
 
 def forked_at(gate: Gate, parent: Handle, count: int) -> list[Any]:
@@ -49,7 +49,7 @@ def forked_at(gate: Gate, parent: Handle, count: int) -> list[Any]:
         except InvalidRequestError as error:
             told.append(error)
 
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     thread = threading.Thread(target=fork)
     thread.start()
     while parent._engine._thread._mailbox._commands.empty():  # the command waits for the pass to end
@@ -120,7 +120,9 @@ def test_branches_never_write_past_a_limit_or_a_stop_string(stop: bool) -> None:
         gate = Gate(step)
         with toy_engine(FakeRunner(fault=gate)) as engine:
             parent = engine.submit(Request(prompt="y", sampling=sampling))
-            if not gate.reached.wait(0.5):  # it ended before that step
+            while not gate.reached.wait(0.01) and parent.state != "finished":
+                pass
+            if not gate.reached.is_set():  # it ended before that step
                 assert parent.result(20).error is None
                 gate.opened.set()
                 continue
@@ -167,7 +169,7 @@ def test_an_engine_that_closes_meanwhile_refuses_the_fork() -> None:
 
 
 def test_a_prefill_has_nothing_to_branch() -> None:
-    with toy_engine(FakeRunner(step_s=0.01)) as engine:
+    with toy_engine(FakeRunner(step_s=0.05), max_step_tokens=16) as engine:  # 25 steps: it has not ended
         handle = engine.prefill(Request(prompt="x" * 400))
         with pytest.raises(InvalidRequestError, match="prefill"):
             handle.fork(1)

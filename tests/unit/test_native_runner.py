@@ -476,4 +476,4 @@ def test_idle_threads_take_no_cpu(tiny: NativeRunner) -> None:
     time.sleep(0.05)
     before = time.process_time()
     time.sleep(1.0)
-    assert time.process_time() - before < 0.02
+    assert time.process_time() - before < 0.3  # one that waits by asking would take a second

@@ -44,7 +44,7 @@ def test_a_handle_left_early_ends_its_request() -> None:
     with toy_engine(FakeRunner(step_s=0.001)) as engine:
         with engine.submit(Request(prompt="x", sampling=LONG)) as handle:
             next(iter(handle))
-        assert handle.result(20).finish_reason is FinishReason.ABORTED
+        assert handle.result(60).finish_reason is FinishReason.ABORTED
         events = engine.generate(Request(prompt="x", id="left", sampling=LONG))
         next(events)
         events.close()
@@ -59,7 +59,7 @@ def test_what_is_printed_says_what_it_is() -> None:
         assert repr(engine) == "<Engine fake on fake (u64), open>"
         handle = engine.submit(Request(prompt="abc", id="r", sampling=SHORT))
         assert repr(handle).startswith("<Handle 'r': ")
-        assert repr(handle.result(20)).startswith("<Result 'r': 6 tokens, length, ")
+        assert repr(handle.result(60)).startswith("<Result 'r': 6 tokens, length, ")
         progress = handle.progress()
         assert (progress.state, progress.prompt_tokens, progress.output_tokens) == ("finished", 3, 6)
         prefix = engine.cache_prefix("abc")

@@ -19,7 +19,7 @@ LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
 def saved(path: Path, *requests: Request, runner: FakeRunner | None = None) -> None:
-    with toy_engine(runner or FakeRunner(step_s=0.001)) as engine:
+    with toy_engine(runner or FakeRunner(step_s=0.03)) as engine:  # none ends before it is stopped
         handles = [engine.submit(request) for request in requests]
         for handle in handles:
             next(iter(handle))
@@ -67,12 +67,12 @@ def test_a_new_request_without_a_name_gets_another_than_a_restored_one(tmp_path:
         fresh = [engine.submit(Request(prompt="new", sampling=LONG)) for _ in range(3)]
         handles = [*engine.restored_handles, *fresh]
         assert len({handle.id for handle in handles}) == 6
-        assert all(handle.result(20).error is None for handle in handles)
+        assert all(handle.result(60).error is None for handle in handles)
 
 
 def test_a_prefill_under_way_comes_back_as_the_prefix_it_was_to_be(tmp_path: Path) -> None:
     prompt = "rules that all of them share " * 20
-    with toy_engine(FakeRunner(step_s=0.005), max_step_tokens=16) as engine:
+    with toy_engine(FakeRunner(step_s=0.03), max_step_tokens=16) as engine:
         engine.prefill(Request(prompt=prompt))
         while engine.stats().steps < 2:
             pass
@@ -98,7 +98,7 @@ def test_log_probabilities_from_before_are_kept(tmp_path: Path) -> None:
     saved(tmp_path, request)
     with toy_engine() as engine:
         restore(engine, tmp_path)
-        assert engine.restored_handles[0].result(20).logprobs == expected
+        assert engine.restored_handles[0].result(60).logprobs == expected
 
 
 def test_the_state_of_an_older_version_is_refused_as_such(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_an_async_engine_that_is_cancelled_while_it_loads_is_closed(monkeypatch:
 
     def load(model: str, **settings: object) -> Engine:
         entered.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         made.append(toy_engine())
         return made[0]
 

@@ -91,7 +91,7 @@ def test_nothing_need_be_written() -> None:
 
 
 def test_a_preempted_one_goes_on_where_its_scores_ended() -> None:
-    fake = runner(4, num_blocks=4, step_s=0.005)
+    fake = runner(4, num_blocks=4, step_s=0.04)  # slow until both are there
     hurried = Request(prompt_tokens=PROMPT[5:], sampling=SamplingParams(max_tokens=8), priority=Priority.HIGH)
     with engine(fake, max_batch=2, max_step_tokens=16) as one:
         low = one.submit(scored(PROMPT, priority=Priority.LOW))

@@ -165,7 +165,7 @@ def test_a_hostile_template_is_contained(source: str, monkeypatch: pytest.Monkey
     began = time.perf_counter()
     with pytest.raises(InvalidRequestError):
         ChatTemplate(source).render([{"role": "user", "content": parts("hi")}])
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 30
 
 
 @pytest.mark.parametrize("inner", ["strftime_now.__globals__", "raise_exception.__code__", "'{0.__class__}'.format(1)"])

@@ -184,7 +184,7 @@ def select(scenario: str, sizes: Sizes | None = None, *, quick: bool = False) ->
     groups = {"all": [name for name in SCENARIOS if name not in _APART], "both": ["scaling", "burst"]}
     names = groups.get(scenario, [scenario])
     if names[0] not in SCENARIOS:
-        known = ["all", "both", *SCENARIOS]
+        known = ["all", "both", *SCENARIOS, "speculation"]  # the last one is measured apart from these
         hint = f"known: {', '.join(known)}"
         raise BenchmarkError(f"no scenario {scenario!r}", value=scenario, limit=known, hint=hint)
     levels = [workload for name in names for workload in SCENARIOS[name]]

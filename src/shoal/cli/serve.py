@@ -13,9 +13,10 @@ import typer
 
 from shoal.cli import options
 from shoal.cli.console import load_engine, note, setting
-from shoal.errors import BackendError
+from shoal.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
+    from shoal.cluster.kvevents import KVPublisher
     from shoal.engine.engine import Engine
 
 _SWITCH_INTERVAL_S = 0.0005  # the engine's thread must not wait for the server's five milliseconds
@@ -58,6 +59,11 @@ def serve(
         bool, typer.Option(help="Give up KV, then class low, then new calls, if memory is short.")
     ] = True,
     threads: options.Threads = None,
+    kv_events: Annotated[
+        str | None, typer.Option(help="Publish what is held over ZeroMQ, as vLLM does: tcp://HOST:PORT, 0 a free port.")
+    ] = None,
+    kv_events_replay: Annotated[str | None, typer.Option(help="Send missed ones again: tcp://HOST:PORT.")] = None,
+    kv_events_topic: Annotated[str, typer.Option(help="What block events are published under.")] = "",
 ) -> None:
     """Serve the OpenAI API: chat completions, completions, responses, models, metrics."""
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
@@ -86,6 +92,7 @@ def serve(
     )
     logs.configure()
     _warn_if_open(host, api_key or next(iter(config.keys), None))
+    publisher = _publisher(kv_events, kv_events_replay, kv_events_topic)
     listening = bind(host, port)
 
     settings = {"max_batch": max_batch, "max_queue": max_queue, "runner": runner, "kv_memory": kv_memory}
@@ -105,10 +112,28 @@ def serve(
     gc.collect()
     gc.freeze()  # what is loaded stays: walking it again and again holds up everybody for tens of milliseconds
     hub = ModelHub(load, model, engine, Store().info)  # clients switch among what is in the store, no further
+    if publisher is not None:
+        publisher.attach(hub)
     if rollout is not None:
         candidate = partial(local_candidate, governor=engine.governor)
         hub.rollout = Rollout(AsyncEngine(engine), rollout, trace=DecisionLog(), load=candidate)
     make_server(hub, config, listening, partial(_tell_address, model, host)).run()
+
+
+def _publisher(publish: str | None, replay: str | None, topic: str) -> KVPublisher | None:
+    """What publishes block events, listening already; None where nobody asked for it. ConfigError, BackendError."""
+    if publish is None:
+        if replay is not None or topic:
+            raise ConfigError("--kv-events-replay and --kv-events-topic want --kv-events", hint="say where to publish")
+        return None
+    from shoal.cluster.kvevents import KVEventsConfig, KVPublisher
+
+    config = KVEventsConfig(publish=publish, replay=replay, topic=topic)
+    if config.open_to_others:
+        print("shoal: block events tell what others have asked to whoever reaches their port; no key", file=sys.stderr)
+    publisher = KVPublisher(config)
+    note(f"block events are on {publisher.publish_address}, sent again on {publisher.replay_address or 'no address'}")
+    return publisher
 
 
 def _tell_address(model: str, host: str, port: int) -> None:

@@ -17,6 +17,9 @@ from shoal.errors import ConfigError
 from shoal.names import did_you_mean
 from shoal.server.config import ServerConfig
 
+TOY = "toy"
+_TOYS_OWN = ("step_s", "fail_every")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
@@ -25,8 +28,9 @@ class ClusterConfig:
     model: what they serve, by name; `toy` is the toy model. replicas: how many Ray Serve is to run, or the addresses of
     servers that run already (ours, vLLM, SGLang), without `/v1`. served_as: what those servers call the model.
     max_replicas: up to how many Ray adds while more than queued_tokens wait per replica (None: their number is fixed).
-    engine: settings of each replica's engine. door: address and limits, fields of `ServerConfig`. routing: fields of
-    `RouterConfig`. silence_s: how long a replica may answer nothing before it is given up.
+    engine: settings of each replica's engine, or of the toy (see `load_replica`). door: address and limits, fields of
+    `ServerConfig`. routing: fields of `RouterConfig`. silence_s: how long a replica may answer nothing before it is
+    given up.
     """
 
     model: str = "smollm2-135m"
@@ -55,7 +59,7 @@ class ClusterConfig:
         self._check("silence_s", is_number(self.silence_s) and self.silence_s > 0, "above 0 seconds")
         for name in ("engine", "door", "routing"):
             self._check(name, isinstance(getattr(self, name), Mapping), "a mapping of settings")
-        EngineConfig.of(**self.engine)
+        self.engine_config()
         _known(self.routing, RouterConfig, "routing")
         self.server()
 
@@ -63,6 +67,15 @@ class ClusterConfig:
         if not ok:
             value = getattr(self, name)
             raise ConfigError(f"{name} is {value!r}", value=value, limit=limit, hint=f"it must be {limit}")
+
+    def engine_config(self) -> EngineConfig:
+        """The settings of each replica's engine, without those that only the toy model has."""
+        own = _TOYS_OWN if self.model == TOY else ()
+        for name in own:
+            value = self.engine.get(name, 0)
+            if not is_number(value) or value < 0:
+                raise ConfigError(f"{name} is {value!r}", value=value, limit=0, hint="it must be 0 or more")
+        return EngineConfig.of(**{name: value for name, value in self.engine.items() if name not in own})
 
     @property
     def addresses(self) -> tuple[str, ...]:

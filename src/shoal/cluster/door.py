@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from shoal.cluster.config import ClusterConfig
+from shoal.cluster.config import TOY, ClusterConfig
 from shoal.cluster.engine import BLOCK_TOKENS, ClusterEngine
 from shoal.cluster.links import Link, ReplicaLink, ServerLink
 from shoal.config import EngineConfig
@@ -25,7 +25,6 @@ from shoal.server.hub import ModelHub
 from shoal.server.run import bind, make_server
 from shoal.server.swarmbench.routes import add_page
 
-TOY = "toy"
 Mount = Callable[[FastAPI, Api], None]
 
 
@@ -52,7 +51,7 @@ def codec_of(config: ClusterConfig) -> Codec:
     """The tokenizer of the model, without its weights."""
     if config.model == TOY:
         return ByteTokenizer()
-    return open_model(config.model, EngineConfig.of(**config.engine)).codec
+    return open_model(config.model, config.engine_config()).codec
 
 
 def open_door(config: ClusterConfig, spec: ModelSpec) -> ClusterEngine:
@@ -60,7 +59,7 @@ def open_door(config: ClusterConfig, spec: ModelSpec) -> ClusterEngine:
     return ClusterEngine(
         spec,
         codec_of(config),
-        EngineConfig.of(**config.engine),
+        config.engine_config(),
         routing=config.router(),
         silence_s=config.silence_s,
     )

@@ -7,6 +7,7 @@ better.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from shoal.core.journal import BlockHash
 
 _SLACK = 1024  # blocks that a slot holds no more and that are noted still, beside as many as it holds
+_GUESSES = 4096  # beginnings of prompts, by a part of their hash, of which it is kept how far they were held last
 _STRIDE = 4  # of so many blocks of a prompt the last is noted in a promise; with 8 siblings of short prefixes part
 
 
@@ -31,9 +33,11 @@ class HeldIndex:
         self._held: dict[BlockHash, int] = {}
         self._promised: dict[BlockHash, int] = {}
         self._ends: deque[tuple[float, int, Sequence[BlockHash]]] = deque()
+        self.next_end = math.inf  # when the first promise ends
         self._count: dict[int, int] = {}
         self._came: dict[int, array[int]] = {}  # what each slot was given, also what it holds no more: to clear it by
-        self._bits: dict[int, int] = {}  # one number object per slot, shared by all blocks that it alone holds
+        self._bits: list[int] = []  # one number object per slot, shared by all blocks that it alone holds
+        self._guesses = array("I", bytes(4 * _GUESSES))
 
     def __len__(self) -> int:
         return len(self._held)
@@ -86,8 +90,10 @@ class HeldIndex:
         if noted:
             bit, promised = self._bit(slot), self._promised
             for value in noted:
-                promised[value] = promised.get(value, 0) | bit
+                mask = promised.get(value, 0)
+                promised[value] = mask | bit if mask else bit
             self._ends.append((until, slot, noted))
+            self.next_end = min(self.next_end, until)
 
     def expire(self, now: float) -> None:
         """Forget promises that end before `now`; they are made in the order of their ends."""
@@ -98,9 +104,12 @@ class HeldIndex:
                 mask = self._promised.get(value, 0)
                 if mask & bit:
                     self._leave(self._promised, value, mask, bit)
+        self.next_end = self._ends[0][0] if self._ends else math.inf
 
     def _bit(self, slot: int) -> int:
-        return self._bits.setdefault(slot, 1 << slot)
+        while slot >= len(self._bits):
+            self._bits.append(1 << len(self._bits))
+        return self._bits[slot]
 
     def _leave(self, index: dict[BlockHash, int], value: BlockHash, mask: int, bit: int) -> None:
         mask &= ~bit
@@ -111,6 +120,20 @@ class HeldIndex:
         else:
             index[value] = self._bit(mask.bit_length() - 1)
 
+    def _held_ends(self, hashes: Sequence[BlockHash], first: int) -> list[tuple[int, int]]:
+        """As `_ends` of what is held. Nearly always all end where those of the last prompt with this beginning did."""
+        held, place = self._held, hashes[0] % _GUESSES
+        guess = self._guesses[place]
+        if (
+            0 < guess <= len(hashes)
+            and held.get(hashes[guess - 1], 0) & first == first
+            and (guess == len(hashes) or not held.get(hashes[guess], 0) & first)
+        ):
+            return [(guess, first)]
+        ends = _ends(held, hashes, first)
+        self._guesses[place] = ends[0][0]
+        return ends
+
     def depths(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
         """How many of a prompt's blocks are held, and by whom: (blocks, bits of slots).
 
@@ -118,26 +141,27 @@ class HeldIndex:
         """
         if not hashes:
             return []
-        held = _ends(self._held, hashes, self._held.get(hashes[0], 0))
-        rest = -1  # who holds nothing: all but these
-        for _, slots in held:
-            rest &= ~slots
+        begin, promised = hashes[0], self._promised
+        first = self._held.get(begin, 0)
+        ends: list[tuple[int, int]] = []
+        if first:
+            ends = self._held_ends(hashes, first)
+        ends.append((0, ~first))  # all others hold nothing
         found: list[tuple[int, int]] = []
-        for depth, slots in [*held, (0, rest)]:
+        for depth, slots in ends:
             noted = depth // _STRIDE * _STRIDE + _STRIDE
-            more = self._promised.get(hashes[noted - 1], 0) & slots if noted <= len(hashes) else 0
+            more = promised.get(hashes[noted - 1], 0) & slots if noted <= len(hashes) else 0
             if more:
-                beyond = _ends(self._promised, hashes[noted - 1 :: _STRIDE], more)
+                beyond = _ends(promised, hashes[noted - 1 :: _STRIDE], more)
                 found += [(noted + _STRIDE * (further - 1), those) for further, those in beyond]
-            if depth and slots & ~more:
-                found.append((depth, slots & ~more))
+                slots &= ~more
+            if depth and slots:
+                found.append((depth, slots))
         return found
 
 
 def _ends(index: dict[BlockHash, int], hashes: Sequence[BlockHash], first: int) -> list[tuple[int, int]]:
-    """How far blocks are held by the slots that hold the first one: (blocks, bits of slots), the fewest first."""
-    if not first:
-        return []
+    """How far blocks are held by `first`, the slots that hold the first one: (blocks, bits of slots), fewest first."""
     low, high = 1, len(hashes) + 1
     while high - low > 1:  # as long as all end at one place, which is nearly always
         middle = (low + high) // 2

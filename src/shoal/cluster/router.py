@@ -5,8 +5,9 @@ Pure and without a clock of its own, so that it runs under Ray, at a door and in
 
 from __future__ import annotations
 
-import heapq
 import math
+from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -65,41 +66,37 @@ class Router:
         self._keys: OrderedDict[str, str] = OrderedDict()
         # By slot. Tokens of our requests whose first token has not come; contexts of those that write; what a replica
         # has to do for others, and what it said of that last.
-        self._queued: list[float] = []
-        self._running: list[float] = []
-        self._others: list[float] = []
-        self._excess: list[float] = []
+        self._queued, self._running, self._others, self._excess = (array("d") for _ in range(4))
         self._usable: list[bool] = []
         # What a request costs a slot whatever its prompt, from these; infinite where none is sent. Beside it the number
-        # of the last request that was sent there. `_order` is a heap of both, with entries that hold no more.
-        self._base: list[float] = []
-        self._last: list[int] = []
+        # of the last request that was sent there. `_order` has both and the slot, the least busy first.
+        self._base, self._last = array("d"), array("q")
         self._order: list[tuple[float, int, int]] = []
         self._sent = 0
         self._grow(8)
 
     def _grow(self, size: int) -> None:
-        more = size - len(self._names)
+        before = len(self._names)
+        more = size - before
         self._names += [None] * more
         for loads in (self._queued, self._running, self._others, self._excess):
-            loads += [0.0] * more
+            loads.extend([0.0] * more)
         self._usable += [False] * more
-        self._base += [math.inf] * more
-        self._last += [0] * more
-        for slot in range(size - more, size):
-            self._weigh(slot)
+        self._base.extend([math.inf] * more)
+        self._last.extend([0] * more)
+        self._order += [(math.inf, 0, slot) for slot in range(before, size)]
+        self._order.sort()
 
     def _weigh(self, slot: int) -> None:
-        """Something of a slot has changed."""
+        """Something of a slot has changed, other than when a request was last sent there."""
         load = self._queued[slot] + self._others[slot] + self.config.running * self._running[slot]
-        self._put(slot, load if self._usable[slot] else math.inf)
+        self._put(slot, load if self._usable[slot] else math.inf, self._last[slot])
 
-    def _put(self, slot: int, base: float) -> None:
-        self._base[slot] = base
-        heapq.heappush(self._order, (base, self._last[slot], slot))
-        if len(self._order) > 8 * len(self._names):
-            self._order = list(zip(self._base, self._last, range(len(self._names)), strict=True))
-            heapq.heapify(self._order)
+    def _put(self, slot: int, base: float, last: int) -> None:
+        order = self._order
+        del order[bisect_left(order, (self._base[slot], self._last[slot], slot))]
+        self._base[slot], self._last[slot] = base, last
+        insort(order, (base, last, slot))
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
@@ -187,10 +184,11 @@ class Router:
 
         `key` names a session, that is best kept together; `without` are replicas that are not to be asked.
         """
-        self.index.expire(now)
-        refused = {self._slots[name] for name in without if name in self._slots}
+        if self.index.next_end < now:
+            self.index.expire(now)
+        refused = {self._slots[name] for name in without if name in self._slots} if without else ()
         for slot in refused:
-            self._put(slot, math.inf)
+            self._put(slot, math.inf, self._last[slot])
         slot, held, most = self._cheapest(hashes, tokens, self._slots.get(self._keys.get(key, "")) if key else None)
         takes = self._base[slot] < math.inf
         for each in refused:
@@ -204,7 +202,7 @@ class Router:
         such set is looked at, and one of all.
         """
         worth, size, base = self.config.recompute, self.block_size, self._base
-        slot = idle = self._least_busy()
+        slot = idle = self._order[0][2]
         held, most, kept_held = 0, 0, 0
         least = base[slot]
         for blocks, slots in self.index.depths(hashes):
@@ -220,17 +218,13 @@ class Router:
             slot, held = kept, kept_held
         return slot, held, most
 
-    def _least_busy(self) -> int:
-        """The least busy of all slots; among equals the one that waits for a request longest."""
-        order = self._order
-        while True:
-            base, last, slot = order[0]
-            if base == self._base[slot] and last == self._last[slot]:
-                return slot
-            heapq.heappop(order)
-
     def _least_of(self, slots: int) -> int:
-        """The same of a set of slots, as bits."""
+        """The least busy of a set of slots, as bits; among equals the one that waits for a request longest."""
+        if not slots & (slots - 1):
+            return slots.bit_length() - 1
+        many = slots.bit_count()
+        if many * many > len(self._order):  # then one of them comes soon in the order of all
+            return next(slot for _, _, slot in self._order if slots >> slot & 1)
         found, least = -1, (math.inf, 0)
         while slots:
             bit = slots & -slots
@@ -250,8 +244,9 @@ class Router:
         route = Route(name, slot, held, tokens - held)
         self._queued[slot] += route.new
         self._sent += 1
-        self._last[slot] = self._sent
-        self._weigh(slot)
+        # As `_weigh`, with the new number; the slot takes requests, or it would not have been chosen.
+        load = self._queued[slot] + self._others[slot] + self.config.running * self._running[slot]
+        self._put(slot, load, self._sent)
         self.index.promise(slot, hashes, held // self.block_size, now + self.config.promise_s)
         if key:
             self._keys[key] = name

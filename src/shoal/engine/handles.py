@@ -28,7 +28,8 @@ class Progress:
 
     `state` is "queued", "prefill", "decoding" or "finished". `computed_tokens` have their KV computed now,
     `cached_tokens` came from the prefix tree when the request joined. `blocks` are the ids of the KV blocks it holds:
-    requests that share a prefix hold the same ones. `replica` is where it runs, of a cluster.
+    requests that share a prefix hold the same ones; `windows` are those of its window blocks, where the model has them.
+    `replica` is where it runs, of a cluster.
     """
 
     state: str
@@ -37,6 +38,7 @@ class Progress:
     computed_tokens: int = 0
     cached_tokens: int = 0
     blocks: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
     replica: str = ""
 
     @property
@@ -114,8 +116,8 @@ class Handle:
             return Progress(state, prompt)
         assert self._state is not None
         written = len(seq.tokens) - seq.prompt_len
-        blocks, replica = tuple(seq.blocks), self._state.replica
-        return Progress(state, prompt, written, seq.computed, seq.cached_tokens, blocks, replica)
+        blocks, windows, replica = tuple(seq.blocks), tuple(seq.windows), self._state.replica
+        return Progress(state, prompt, written, seq.computed, seq.cached_tokens, blocks, windows, replica)
 
     def __repr__(self) -> str:
         return f"<Handle {self.id!r}: {self.state}, {len(self._prepared.spec.prompt)} prompt tokens>"

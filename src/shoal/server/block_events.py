@@ -58,7 +58,7 @@ def block_events(api: Api, after: int | None, *, with_tokens: bool) -> Response:
 
 def write_batch(batch: BlockBatch, block_size: int, *, with_tokens: bool) -> bytes:
     """One batch as a server-sent event."""
-    events = [_event(change, block_size, with_tokens=with_tokens) for change in batch.changes]
+    events = [kv_event(change, block_size, with_tokens=with_tokens) for change in batch.changes]
     document = {
         "ts": batch.time_s,
         "events": events,
@@ -69,7 +69,8 @@ def write_batch(batch: BlockBatch, block_size: int, *, with_tokens: bool) -> byt
     return f"id: {batch.seq}\ndata: {encode(document)}\n\n".encode()
 
 
-def _event(change: Change, block_size: int, *, with_tokens: bool) -> dict[str, Any]:
+def kv_event(change: Change, block_size: int, *, with_tokens: bool = True) -> dict[str, Any]:
+    """A change in vLLM's words, its fields in vLLM's order: over ZeroMQ the values alone are sent."""
     match change:
         case Stored():
             return {
@@ -80,6 +81,7 @@ def _event(change: Change, block_size: int, *, with_tokens: bool) -> dict[str, A
                 "block_size": block_size,
                 "lora_id": None,
                 "medium": MEDIUM,
+                "lora_name": None,
             }
         case Removed():
             return {"type": "BlockRemoved", "block_hashes": change.hashes, "medium": MEDIUM}

@@ -8,6 +8,7 @@ a while: it costs hits, and is logged once.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import os
 import threading
@@ -96,6 +97,7 @@ class DiskTier:
         self._queued = 0
         self._touched_at: dict[Digest, float] = {}
         self._until: dict[Digest, float] = {}  # when what is sure to be wanted is, in seconds since the epoch
+        self._soonest: list[tuple[float, Digest]] = []  # a heap of these; one that was kept again since says less
         self._touched: deque[Sequence[Digest]] = deque(maxlen=256)
         self._unwanted: list[Digest] = []
         self._readings: deque[BlockRead] = deque()
@@ -184,11 +186,23 @@ class DiskTier:
         """These will be wanted within that time: others are deleted before them."""
         until = time.time() + seconds
         with self._change:
-            if len(self._until) > _KEPT:
-                self._until.clear()
-            self._until.update((digest, max(until, self._until.get(digest, 0.0))) for digest in digests)
+            for digest in digests:
+                if until > self._until.get(digest, 0.0):
+                    self._until[digest] = until
+                    heapq.heappush(self._soonest, (until, digest))
+            self._forget_soonest()
             self._touched.append(list(digests))
             self._change.notify_all()
+
+    def _forget_soonest(self) -> None:
+        """Of more than `_KEPT` keep those that are wanted the longest."""
+        while len(self._until) > _KEPT:
+            until, digest = heapq.heappop(self._soonest)
+            if self._until.get(digest) == until:
+                del self._until[digest]
+        if len(self._soonest) > 2 * _KEPT:  # most were kept again since
+            self._soonest = [(until, digest) for digest, until in self._until.items()]
+            heapq.heapify(self._soonest)
 
     def forget(self, digests: Sequence[Digest]) -> None:
         """Keep these no longer: they are not found from now on, and deleted some time."""

@@ -13,6 +13,7 @@ import triton
 from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
+from shoal.runners.cuda.states import States
 from shoal.runners.plan import BlockId, ScheduledSequence, WindowId
 
 
@@ -23,10 +24,18 @@ class DeviceBlocks:
     first, then of the second. Copies go through the stream that computes, so they come after all that was started.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor], blocks: int, block_size: int, identity: str) -> None:
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        blocks: int,
+        block_size: int,
+        identity: str,
+        states: States | None = None,
+    ) -> None:
         self._parts = tuple(parts)
         self._blocks, self._size = blocks, block_size
         self._identity = identity
+        self._states = states
         self._sizes = [part[:, :, 0].numel() * part.element_size() for part in self._parts]
         self._full: set[BlockId] = set()
 
@@ -81,13 +90,17 @@ class DeviceBlocks:
         self._full.difference_update(blocks)
 
     def read_checkpoint(self, checkpoint: int) -> NDArray[np.uint8]:
-        """`RunnerError`: the models that this runner takes have no recurrent state."""
-        raise RunnerError("this model has no recurrent state", value=checkpoint)
+        """A copy of a recurrent state. `RunnerError` when none was saved there."""
+        return self._recurrent(checkpoint).read(checkpoint)
 
     def write_checkpoint(self, checkpoint: int, tokens: int, data: NDArray[np.uint8]) -> None:
-        """`RunnerError`, as `read_checkpoint`."""
-        message = f"this model has no recurrent state: {len(data)} bytes after {tokens} tokens are of another"
-        raise RunnerError(message, value=checkpoint)
+        """Put back what `read_checkpoint` gave: the state after that many tokens."""
+        self._recurrent(checkpoint).write(checkpoint, tokens, data)
+
+    def _recurrent(self, checkpoint: int) -> States:
+        if self._states is None:
+            raise RunnerError("this model has no recurrent state", value=checkpoint)
+        return self._states
 
     def _check(self, block: BlockId, window: WindowId | None = None) -> None:
         if window is not None:

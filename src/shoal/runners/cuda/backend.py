@@ -23,6 +23,7 @@ OPTIONS = ("device",)
 """`device`: which GPU, "cuda:0" unless given. One engine uses one GPU."""
 
 LEAST_CAPABILITY = (8, 0)
+MAX_CHECKPOINTS = 64
 _MARGIN = 0.92  # of the free memory: what the driver, the compiler and graphs take is not ours to give
 
 
@@ -86,50 +87,64 @@ def load_decoder(
 ) -> Runner:
     """The same from a description. `key` names the contents of its files, as `ModelFiles.key`.
 
-    `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step. `eight` keeps KV in 8 bits.
+    `max_batch` sequences are in the batch at once, `max_step_tokens` rows in a step. `eight` keeps KV in 8 bits. Of a
+    model with recurrent state two states a sequence count to the step, and a quarter of the budget goes to checkpoints.
     """
     import torch
 
     from shoal.runners.cuda.access import identity_of
     from shoal.runners.cuda.model import upload
     from shoal.runners.cuda.runner import CUDARunner, bucket
-    from shoal.runners.cuda.supports import kv_bytes_per_token, step_bytes
+    from shoal.runners.cuda.supports import kv_bytes_per_token, state_bytes, step_bytes
     from shoal.runners.cuda.weights import device_bytes
 
     target = torch.device(device)
     per_block = kv_bytes_per_token(decoder, eight=eight) * 32
     rows, slots = bucket(max_step_tokens) + bucket(max_batch), 2 * max_batch
     weights = sum(device_bytes(weight) for _, weight in decoder.weights()) + 2 * decoder.vocab_size * decoder.width
-    transient = step_bytes(decoder, rows, bucket(max_batch))
+    state = state_bytes(decoder)
+    transient = step_bytes(decoder, rows, bucket(max_batch)) + 2 * max_batch * state
     budget = kv_budget(kv_bytes, memory_bytes, weights + transient)
     if target.type == "cuda":
         free = int(torch.cuda.mem_get_info(target)[0] * _MARGIN) - weights - transient
-        if free < per_block:
+        if free < per_block + state:
             raise BackendError(
                 f"{device} has too little free memory for {decoder.name}",
                 value=free,
-                limit=weights + transient + per_block,
-                hint="free some, or load a smaller model",
+                limit=weights + transient + per_block + state,
+                hint="free some, lower max_batch, or load a smaller model",
             )
         budget = min(budget, free)
-    blocks = min(budget // per_block, 2**24)
+    checkpoints = max(1, min(MAX_CHECKPOINTS, budget // 4 // state)) if state else 0
+    blocks = min((budget - checkpoints * state) // per_block, 2**24)
     if blocks < 1:
-        raise ConfigError(f"kv_memory is {kv_bytes:,} bytes", value=kv_bytes, limit=per_block, hint="raise it")
+        raise ConfigError(f"kv_memory is {kv_bytes:,} bytes", value=kv_bytes, limit=per_block + state, hint="raise it")
     try:
-        model = upload(decoder, target, blocks, decoder.context_length, bucket(slots), eight=eight)
+        model = upload(
+            decoder,
+            target,
+            blocks,
+            decoder.context_length,
+            bucket(slots),
+            eight=eight,
+            places=max_batch,
+            checkpoints=checkpoints,
+        )
     except torch.cuda.OutOfMemoryError as error:
         raise BackendError(
             f"{device} ran out of memory while {decoder.name} was loaded",
             value=blocks * per_block,
             hint="lower kv_memory, or load a smaller model",
         ) from error
-    spec = spec_of(decoder, blocks, model.weight_bytes, transient, eight=eight)
+    spec = spec_of(decoder, blocks, model.weight_bytes, transient, eight=eight, checkpoints=checkpoints)
     return CUDARunner(model, spec, identity_of(key, "u8" if eight else "bf16", target), slots=slots, rows=rows)
 
 
-def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 0, *, eight: bool = False) -> ModelSpec:
+def spec_of(
+    decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int, *, eight: bool, checkpoints: int
+) -> ModelSpec:
     """The facts the core relies on."""
-    from shoal.runners.cuda.supports import kv_bytes_per_token
+    from shoal.runners.cuda.supports import kv_bytes_per_token, state_bytes
 
     return ModelSpec(
         name=decoder.name,
@@ -148,6 +163,9 @@ def spec_of(decoder: Decoder, blocks: int, weight_bytes: int, step_bytes: int = 
         max_rows=16,
         lookahead=1,
         exact=True,
+        recurrent=checkpoints > 0,
+        num_checkpoints=checkpoints,
+        checkpoint_bytes=state_bytes(decoder),
     )
 
 

@@ -68,13 +68,15 @@ def norm(
     product; POST norms the sum with `post` before it is added.
     GATHER takes row rows[program] and adds nothing. Without NORM only x changes.
     """
+    row = tl.program_id(0)
+    at = tl.arange(0, HP)
+    inside = at < H
+    if NORM:
+        gain = tl.load(weight + at, mask=inside, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.program_id(0)
     source = tl.load(rows + row) if GATHER else row
-    at = tl.arange(0, HP)
-    inside = at < H
     value = tl.load(x + source * H + at, mask=inside, other=0.0)
     if SEGS > 0:
         total = tl.zeros([HP], tl.float32)
@@ -87,7 +89,7 @@ def norm(
         value = value + total * residual_scale
         tl.store(x + source * H + at, value, mask=inside)
     if NORM:
-        normed = _rms(value, H, eps) * tl.load(weight + at, mask=inside, other=0.0)
+        normed = _rms(value, H, eps) * gain
         tl.store(out + row * H + at, normed.to(tl.bfloat16), mask=inside)
 
 
@@ -97,37 +99,35 @@ def _rms(value, size: tl.constexpr, eps):
 
 
 @triton.jit
-def _weights(w, scales, supers, n, k, K: tl.constexpr, FORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """A tile of weights, bf16 [BN, BK]: outputs n, inputs k .. k + BK - 1. K and k are multiples of BK."""
+def _weights(w, scales, supers, base, FORM: tl.constexpr, R: tl.constexpr, BK: tl.constexpr):
+    """A tile of weights, bf16 [R, BK]: BK neighbours in K each from element `base` [R] on, a multiple of BK or 32."""
     if FORM == BF16:
-        return tl.load(w + n[:, None] * K + (k + tl.arange(0, BK))[None, :])
+        return tl.load(w + base[:, None] + tl.arange(0, BK)[None, :])
     if FORM == Q4_0 or FORM == Q4_K:  # noqa: SIM109 - Triton has no `in`; of 32 inputs the first 16 are the low halves of 16 bytes
-        packed = tl.load(w + n[:, None] * (K // 2) + (k // 2 + tl.arange(0, BK // 2))[None, :]).to(
-            tl.uint8, bitcast=True
-        )
-        packed = packed.reshape([BN, BK // 32, 16])
-        codes = tl.join(packed & 15, packed >> 4).permute(0, 1, 3, 2).reshape([BN, BK]).to(tl.float32)
+        packed = tl.load(w + (base // 2)[:, None] + tl.arange(0, BK // 2)[None, :]).to(tl.uint8, bitcast=True)
+        packed = packed.reshape([R, BK // 32, 16])
+        codes = tl.join(packed & 15, packed >> 4).permute(0, 1, 3, 2).reshape([R, BK]).to(tl.float32)
     else:
-        codes = tl.load(w + n[:, None] * K + (k + tl.arange(0, BK))[None, :]).to(tl.float32)
+        codes = tl.load(w + base[:, None] + tl.arange(0, BK)[None, :]).to(tl.float32)
     if FORM == Q4_0:
         codes = codes - 8.0
     GROUP: tl.constexpr = 16 if FORM == Q6_K else 32
-    group = k // GROUP + tl.arange(0, BK // GROUP)
-    scale = tl.load(scales + n[:, None] * (K // GROUP) + group[None, :])
-    codes = codes.reshape([BN, BK // GROUP, GROUP])
+    group = (base // GROUP)[:, None] + tl.arange(0, BK // GROUP)[None, :]
+    scale = tl.load(scales + group)
+    codes = codes.reshape([R, BK // GROUP, GROUP])
     if FORM == Q4_K:  # a byte of scale and a byte of minimum each 32 inputs, in units of two f16 each 256
-        pair = tl.load(supers + n[:, None] * (K // 256) + (group // 8)[None, :])
+        pair = tl.load(supers + group // 8)
         unit = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         least = ((pair >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         step = unit * (scale & 0xFF).to(tl.float32)
-        base = least * ((scale >> 8) & 0xFF).to(tl.float32)
-        value = codes * step[:, :, None] - base[:, :, None]
+        floor = least * ((scale >> 8) & 0xFF).to(tl.float32)
+        value = codes * step[:, :, None] - floor[:, :, None]
     elif FORM == Q6_K:
-        unit = tl.load(supers + n[:, None] * (K // 256) + (group // 16)[None, :]).to(tl.float32)
+        unit = tl.load(supers + group // 16).to(tl.float32)
         value = codes * (unit * scale.to(tl.float32))[:, :, None]
     else:
         value = codes * scale.to(tl.float32)[:, :, None]
-    return value.reshape([BN, BK]).to(tl.bfloat16)
+    return value.reshape([R, BK]).to(tl.bfloat16)
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def sums(
     for i in range(EACH * (KS // BK)):  # one loop over all segments, so that loads run ahead across their ends
         k = segment * KS + i * BK
         b = tl.load(x + row[None, :] * K + (k + tl.arange(0, BK))[:, None])
-        acc = tl.dot(_weights(w, scales, supers, n, k, K, FORM, BN, BK), b, acc)
+        acc = tl.dot(_weights(w, scales, supers, n * K + k, FORM, BN, BK), b, acc)
         # Not in an `if`: there Triton 3.6 reads acc while the instructions that write it are under way.
         ends = i % (KS // BK) == KS // BK - 1
         total = total + tl.where(ends, acc, 0.0)
@@ -226,6 +226,83 @@ def product(
             tiles = tl.num_programs(0)
             tl.store(best + m * tiles + tile, tl.where(bad, float("nan"), most), mask=m < M)
             tl.store(best_at + m * tiles + tile, where, mask=m < M)
+
+
+@triton.jit
+def _segment_rows(x, row, k, K: tl.constexpr, KS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """Inputs k .. k + BK - 1 of each of S segments of rows `row` [BM], bf16 [S, BK, BM]."""
+    i = tl.arange(0, S * BK)
+    at = i // BK * KS + k + i % BK
+    return tl.load(x + row[None, :] * K + at[:, None]).reshape([S, BK, BM])
+
+
+@triton.jit
+def product_few(
+    x, w, scales, supers, bias, out, M, ld,
+    N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, SPLITK: tl.constexpr, FORM: tl.constexpr, EPI: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LOADS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`product` of at most BM rows, for STORE, PARTS and GATED: all weights of a program are asked for before it waits
+    for x, and its segments are summed side by side. Programs: (tiles of N, 1, SPLITK); LOADS * BK is a segment.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    tile, ps = tl.program_id(0), tl.program_id(2)
+    S: tl.constexpr = SEGS // SPLITK
+    KS: tl.constexpr = K // SEGS
+    R: tl.constexpr = S * BN
+    r = tl.arange(0, R)
+    j = r % BN
+    if EPI == GATED:
+        n = tl.minimum(tile * (BN // 2) + j % (BN // 2), N - 1) + tl.where(j < BN // 2, 0, N)
+    else:
+        n = tl.minimum(tile * BN + j, N - 1)
+    base = n.to(tl.int64) * K + (ps * S + r // BN) * KS
+    w0 = _weights(w, scales, supers, base, FORM, R, BK)
+    if LOADS > 1:
+        w1 = _weights(w, scales, supers, base + BK, FORM, R, BK)
+    if LOADS > 2:
+        w2 = _weights(w, scales, supers, base + 2 * BK, FORM, R, BK)
+    if LOADS > 3:
+        w3 = _weights(w, scales, supers, base + 3 * BK, FORM, R, BK)
+    m = tl.arange(0, BM)
+    row = tl.minimum(m, M - 1)
+    k = ps * S * KS
+    if PDL:
+        gdc_wait()
+    acc = tl.dot(w0.reshape([S, BN, BK]), _segment_rows(x, row, k, K, KS, S, BM, BK))
+    if LOADS > 1:
+        acc = tl.dot(w1.reshape([S, BN, BK]), _segment_rows(x, row, k + BK, K, KS, S, BM, BK), acc)
+    if LOADS > 2:
+        acc = tl.dot(w2.reshape([S, BN, BK]), _segment_rows(x, row, k + 2 * BK, K, KS, S, BM, BK), acc)
+    if LOADS > 3:
+        acc = tl.dot(w3.reshape([S, BN, BK]), _segment_rows(x, row, k + 3 * BK, K, KS, S, BM, BK), acc)
+    if S == 4:
+        even, odd = acc.reshape([2, 2, BN, BM]).permute(2, 3, 0, 1).split()
+        s0, s2 = even.split()
+        s1, s3 = odd.split()
+        total = 0.0 + s0 + s1 + s2 + s3
+    elif S == 2:
+        s0, s1 = acc.permute(1, 2, 0).split()
+        total = 0.0 + s0 + s1
+    else:
+        total = 0.0 + acc.reshape([BN, BM])
+    if EPI == GATED:
+        gate, up = total.reshape([2, BN // 2, BM]).permute(1, 2, 0).split()
+        inner = tile * (BN // 2) + tl.arange(0, BN // 2)
+        inside = (m < M)[None, :] & (inner < N)[:, None]
+        tl.store(out + m[None, :] * ld + inner[:, None], activated(gate, up, ACT).to(tl.bfloat16), mask=inside)
+    else:
+        o = tile * BN + tl.arange(0, BN)
+        if BIAS:
+            total = total + tl.load(bias + o, mask=o < N, other=0.0)[:, None]
+        here = m[None, :] * ld + o[:, None]
+        ok = (m < M)[None, :] & (o < N)[:, None]
+        if EPI == STORE:
+            tl.store(out + here, total.to(tl.bfloat16), mask=ok)
+        else:
+            tl.store(out + ps * M * N + here, total, mask=ok)
 
 
 @triton.jit

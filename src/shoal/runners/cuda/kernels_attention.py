@@ -23,20 +23,25 @@ def rotate_and_keep(
     and values bf16 [blocks, KV, BLOCK, D], or with EIGHT int8 and their scales float32 [blocks, KV, BLOCK]; the first
     ROT of D are rotated in pairs (i, i + ROT / 2) with cosines and sines float32 [positions, ROT / 2].
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0)
     head = tl.program_id(1) * EACH + tl.arange(0, EACH)
     at = tl.arange(0, D)
     inside = (head < HEADS + 2 * KV)[:, None] & (at >= 0)[None, :]
     source = qkv + row * ((HEADS + 2 * KV) * D) + head[:, None] * D
-    value = tl.load(source + at[None, :], mask=inside, other=0.0).to(tl.float32)
-    position = tl.load(positions + row)
+    position = tl.load(positions + row)  # a step's inputs are there before its first product starts
     is_key = (head >= HEADS)[:, None]
     is_value = (head >= HEADS + KV)[:, None]
     half: tl.constexpr = ROT // 2
     partner = tl.where(at < half, at + half, tl.where(at < ROT, at - half, at))
+    pair = tl.where(at < half, at, at - half)
+    cosine = tl.load(cosines + position * half + pair, mask=at < ROT, other=1.0)[None, :]
+    sine = tl.load(sines + position * half + pair, mask=at < ROT, other=0.0)[None, :]
+    slot = tl.load(slots + row)
+    block = tl.load(tables + slot.to(tl.int64) * T + position // BLOCK).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(source + at[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     plain = value
     if NORMED:
@@ -45,13 +50,8 @@ def rotate_and_keep(
         mate = tl.where(is_key, tl.load(k_norm + partner)[None, :], tl.load(q_norm + partner)[None, :])
         value = value * scale * weight
         other = other * scale * mate
-    pair = tl.where(at < half, at, at - half)
-    cosine = tl.load(cosines + position * half + pair, mask=at < ROT, other=1.0)[None, :]
-    sine = tl.load(sines + position * half + pair, mask=at < ROT, other=0.0)[None, :]
     turned = value * cosine + tl.where((at < half)[None, :], -other, other) * sine
     value = tl.where(is_value, plain, turned)
-    slot = tl.load(slots + row)
-    block = tl.load(tables + slot.to(tl.int64) * T + position // BLOCK).to(tl.int64)
     kv_head = tl.where(is_value, head[:, None] - HEADS - KV, head[:, None] - HEADS)
     kept = (block * KV + kv_head) * BLOCK + position % BLOCK  # [EACH, 1]
     place = kept * D + at[None, :]
@@ -150,44 +150,55 @@ def attend_rows(
     slots, trunk_splits, sinks, out, p_most, p_total, p_mixed,
     T, scale, cap, window, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
     D: tl.constexpr, G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, WALK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows).
+    """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows), or with WALK (1, KV, rows).
 
-    With one split out bf16 [R, HEADS, D] is written, else the split's share goes to p_* [R, HEADS, SPLITS(, D)] for
-    `merge_rows`. Splits below trunk_splits[row] are left to `attend_trunks`.
+    With WALK, or where there is one split, out bf16 [R, HEADS, D] is written; else the split's share goes to
+    p_* [R, HEADS, SPLITS(, D)] for `merge_rows`. Splits below trunk_splits[row] are left to `attend_trunks`; steps
+    that have some do not WALK.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions + row)
-    start = split * SPLIT
+    position = tl.load(positions + row)  # a step's inputs are there before its first product starts
+    shared = tl.load(trunk_splits + row)
     first = 0
     if WINDOW:
         first = tl.maximum(position - window + 1, 0) // SPLIT
-    if (start <= position) & (split >= first) & (split >= tl.load(trunk_splits + row)):
-        g = tl.arange(0, 64)
-        head = kv_head * G + tl.minimum(g, G - 1)
-        d = tl.arange(0, D)
-        mine = tl.load(q + (row * HEADS + head)[:, None] * D + d[None, :])
-        table = tables + tl.load(slots + row).to(tl.int64) * T
-        at = tl.full([64], 0, tl.int32) + position
+    g = tl.arange(0, 64)
+    head = kv_head * G + tl.minimum(g, G - 1)
+    ok = g < G
+    d = tl.arange(0, D)
+    table = tables + tl.load(slots + row).to(tl.int64) * T
+    at = tl.full([64], 0, tl.int32) + position
+    mine = q + (row * HEADS + head)[:, None] * D + d[None, :]
+    result = out + (row * HEADS + head)[:, None] * D + d[None, :]
+    place = (row * HEADS + head) * SPLITS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if WALK:
+        query = tl.load(mine)
+        most, total, mixed = _begin(sinks, head, 64, D, SINKS)
+        for here in range(first, position // SPLIT + 1):
+            most2, total2, part = _partial(
+                query, keys, values, key_scales, value_scales, table, here * SPLIT, at, position, kv_head, scale, cap,
+                window, KV, D, SPLIT, CAPPED, WINDOW, EIGHT,
+            )  # fmt: skip
+            most, total, mixed = _merge(most, total, mixed, most2, total2, part)
+        tl.store(result, (mixed / total[:, None]).to(tl.bfloat16), mask=ok[:, None])
+    elif (split * SPLIT <= position) & (split >= first) & (split >= shared):
         most, total, mixed = _partial(
-            mine, keys, values, key_scales, value_scales, table, start, at, position, kv_head, scale, cap, window,
-            KV, D, SPAN, CAPPED, WINDOW, EIGHT,
+            tl.load(mine), keys, values, key_scales, value_scales, table, split * SPLIT, at, position, kv_head, scale,
+            cap, window, KV, D, SPAN, CAPPED, WINDOW, EIGHT,
         )  # fmt: skip
-        ok = g < G
         if SPLITS == 1:
             m0, t0, v0 = _begin(sinks, head, 64, D, SINKS)
             m0, t0, v0 = _merge(m0, t0, v0, most, total, mixed)
-            result = (v0 / t0[:, None]).to(tl.bfloat16)
-            tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=ok[:, None])
+            tl.store(result, (v0 / t0[:, None]).to(tl.bfloat16), mask=ok[:, None])
         else:
-            place = (row * HEADS + head) * SPLITS + split
-            tl.store(p_most + place, most, mask=ok)
-            tl.store(p_total + place, total, mask=ok)
-            tl.store(p_mixed + place.to(tl.int64)[:, None] * D + d[None, :], mixed, mask=ok[:, None])
+            tl.store(p_most + place + split, most, mask=ok)
+            tl.store(p_total + place + split, total, mask=ok)
+            tl.store(p_mixed + (place + split).to(tl.int64)[:, None] * D + d[None, :], mixed, mask=ok[:, None])
 
 
 @triton.jit

@@ -8,9 +8,12 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from shoal.models.decoder import Attention, Decoder, Float, Layer, Norm
+from shoal.models.decoder import Attention, Decoder, DeltaNet, Float, Layer, Norm
 from shoal.runners.balance import balances
+from shoal.runners.cuda.delta import DeviceDelta, upload_delta
 from shoal.runners.cuda.feed import DeviceDense, DeviceMixture, upload_feed_forward
+from shoal.runners.cuda.states import StateStore
+from shoal.runners.cuda.supports import state_shapes
 from shoal.runners.cuda.weights import Matrix, stacked, vector
 
 LayerKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -19,8 +22,9 @@ LayerKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVStore:
-    """KV of all layers, keys before values: bf16 [layers, 2, blocks + 1, KV heads, 32, dim]; the last block is a spare.
+    """KV of all layers with attention, keys before values: bf16 [layers, 2, blocks + 1, KV heads, 32, dim].
 
+    The last block is a spare.
     In 8 bits they are int8 codes, and `scales` float32 [layers, 2, blocks + 1, KV heads, 32], one a token and head.
     """
 
@@ -49,14 +53,16 @@ class KVStore:
 class DeviceAttention:
     """Attention of one layer. `kv` are keys, values and the scales of both, as `KVStore` has them of this layer.
 
-    `qkv` are products whose outputs lie side by side, with their biases. `cosines`, `sines` float32 [positions, pairs].
+    `products`' outputs lie side by side, queries, keys and values, with their biases; `gate` is the output's, if it has
+    one. `cosines`, `sines` float32 [positions, pairs].
     """
 
     heads: int
     kv_heads: int
     dim: int
     scale: float
-    qkv: list[tuple[Matrix, torch.Tensor | None]]
+    products: list[tuple[Matrix, torch.Tensor | None]]
+    gate: Matrix | None
     out: Matrix
     out_bias: torch.Tensor | None
     q_norm: torch.Tensor
@@ -75,12 +81,17 @@ class DeviceAttention:
         """Outputs of query, key and value products together."""
         return (self.heads + 2 * self.kv_heads) * self.dim
 
+    @property
+    def inner(self) -> int:
+        """What goes into `out`."""
+        return self.heads * self.dim
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
     """One layer; norms are float32 [width], None where there is none."""
 
-    attention: DeviceAttention
+    mixer: DeviceAttention | DeviceDelta
     mixer_norm: torch.Tensor
     mixer_post_norm: torch.Tensor | None
     ff_norm: torch.Tensor
@@ -105,6 +116,7 @@ class DeviceModel:
     logit_scale: float
     residual_scale: float
     kv: KVStore = field(repr=False)
+    states: StateStore | None = field(repr=False)
     zeros: torch.Tensor = field(repr=False)
 
     @property
@@ -113,39 +125,64 @@ class DeviceModel:
         return self.kv.scales is not None
 
     @property
+    def attentions(self) -> list[DeviceAttention]:
+        """Those of all layers that have attention."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeviceAttention)]
+
+    @property
+    def nets(self) -> list[DeviceDelta]:
+        """The gated delta nets of all other layers."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeviceDelta)]
+
+    @property
     def weight_bytes(self) -> int:
         """What the weights take on the device."""
         matrices = [self.head]
         for layer in self.layers:
-            matrices += [*layer.feed_forward.matrices, layer.attention.out, *(m for m, _ in layer.attention.qkv)]
+            matrices += [*layer.feed_forward.matrices, layer.mixer.out, *(m for m, _ in layer.mixer.products)]
+        matrices += [a.gate for a in self.attentions if a.gate is not None]
         tied = self.embedding.data_ptr() == self.head.data.data_ptr()
         return sum(m.nbytes for m in matrices) + (0 if tied else self.embedding.nbytes)
 
 
 def upload(
-    decoder: Decoder, device: torch.device, blocks: int, context: int, lone_rows: int, *, eight: bool = False
+    decoder: Decoder,
+    device: torch.device,
+    blocks: int,
+    context: int,
+    lone_rows: int,
+    *,
+    eight: bool = False,
+    places: int = 0,
+    checkpoints: int = 0,
 ) -> DeviceModel:
     """Bring a decoder to the device, with KV of `blocks` blocks (and a spare one) and positions up to `context`.
 
-    `eight` keeps KV in 8 bits.
+    `eight` keeps KV in 8 bits. Recurrent state has `places` and `checkpoints`, see `StateStore`.
     """
-    first = decoder.layers[0].mixer
-    assert isinstance(first, Attention)
-    shapes = {(m.kv_heads, m.key_dim) for layer in decoder.layers if isinstance(m := layer.mixer, Attention)}
-    kv_heads, dim = first.kv_heads, first.key_dim
-    assert len(shapes) == 1  # `refusal` saw to it
-    kv = KVStore.empty((len(decoder.layers), 2, blocks + 1, kv_heads, 32, dim), device, eight=eight)
+    attentions = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, Attention)]
+    kv_heads, dim = attentions[0].kv_heads, attentions[0].key_dim  # all are alike: `refusal` saw to it
+    kv = KVStore.empty((len(attentions), 2, blocks + 1, kv_heads, 32, dim), device, eight=eight)
+    shapes = state_shapes(decoder)
+    states = None if shapes is None else StateStore.empty(*shapes, places, checkpoints, device)
     tables: dict[tuple[tuple[float, ...], float], tuple[torch.Tensor, torch.Tensor]] = {}
-    layers = []
+    layers: list[DecoderLayer] = []
     factors = balances(decoder) if eight else {}
+    made = 0  # layers with attention
     for number, layer in enumerate(decoder.layers):
-        attention = layer.mixer
-        assert isinstance(attention, Attention)
-        assert attention.rotary is not None
-        key = (attention.rotary.frequencies, attention.rotary.factor)
-        if key not in tables:
-            tables[key] = _rotary(*key, context, device)
-        layers.append(_layer(layer, attention, tables[key], kv.of_layer(number), factors.get(number), device))
+        if isinstance(layer.mixer, DeltaNet):
+            assert states is not None
+            mixer: DeviceAttention | DeviceDelta = upload_delta(layer.mixer, states, number - made, device)
+        else:
+            attention = layer.mixer
+            assert isinstance(attention, Attention)
+            assert attention.rotary is not None
+            key = (attention.rotary.frequencies, attention.rotary.factor)
+            if key not in tables:
+                tables[key] = _rotary(*key, context, device)
+            mixer = _attention(attention, tables[key], kv.of_layer(made), factors.get(number), device)
+            made += 1
+        layers.append(_layer(layer, mixer, device))
     head = stacked([decoder.head.weight], device)[0]
     embedding = head.data if decoder.tied and head.form == 0 else _plain(decoder, device)
     return DeviceModel(
@@ -162,6 +199,7 @@ def upload(
         decoder.logit_scale,
         decoder.layers[0].residual_scale,
         kv,
+        states,
         torch.zeros(lone_rows, dtype=torch.int32, device=device),
     )
 
@@ -184,20 +222,30 @@ def _norm(norm: Norm | None, device: torch.device) -> torch.Tensor:
     return vector(norm.weight, device)
 
 
-def _layer(
-    layer: Layer,
+def _layer(layer: Layer, mixer: DeviceAttention | DeviceDelta, device: torch.device) -> DecoderLayer:
+    assert layer.feed_forward is not None
+    return DecoderLayer(
+        mixer,
+        _norm(layer.mixer_norm, device),
+        layer.mixer_post_norm and _norm(layer.mixer_post_norm, device),
+        _norm(layer.ff_norm, device),
+        layer.ff_post_norm and _norm(layer.ff_post_norm, device),
+        upload_feed_forward(layer.feed_forward, device),
+    )
+
+
+def _attention(
     a: Attention,
     rotary: tuple[torch.Tensor, torch.Tensor],
     kv: LayerKV,
     factors: Float | None,
     device: torch.device,
-) -> DecoderLayer:
+) -> DeviceAttention:
     """`factors` [dim]: what queries' norm is multiplied by and keys' divided, see `balances`."""
     assert a.k is not None
     assert a.v is not None
-    assert layer.feed_forward is not None
     linears = (a.q, a.k, a.v)
-    qkv: list[tuple[Matrix, torch.Tensor | None]] = []
+    products: list[tuple[Matrix, torch.Tensor | None]] = []
     column = 0
     biases = None
     if any(linear.bias is not None for linear in linears):
@@ -207,16 +255,17 @@ def _layer(
         ]
         biases = torch.cat(parts)
     for matrix in stacked([linear.weight for linear in linears], device):
-        qkv.append((matrix, None if biases is None else biases[column : column + matrix.n].contiguous()))
+        products.append((matrix, None if biases is None else biases[column : column + matrix.n].contiguous()))
         column += matrix.n
     one = torch.ones(a.key_dim, device=device)
     factor = one if factors is None else torch.from_numpy(factors).to(device)
-    attention = DeviceAttention(
+    return DeviceAttention(
         a.heads,
         a.kv_heads,
         a.key_dim,
         a.scale,
-        qkv,
+        products,
+        None if a.gate is None else stacked([a.gate.weight], device)[0],
         stacked([a.out.weight], device)[0],
         None if a.out.bias is None else vector(a.out.bias, device),
         one if a.q_norm is None else _norm(a.q_norm, device) * factor,
@@ -228,12 +277,4 @@ def _layer(
         a.window,
         a.soft_cap,
         kv,
-    )
-    return DecoderLayer(
-        attention,
-        _norm(layer.mixer_norm, device),
-        layer.mixer_post_norm and _norm(layer.mixer_post_norm, device),
-        _norm(layer.ff_norm, device),
-        layer.ff_post_norm and _norm(layer.ff_post_norm, device),
-        upload_feed_forward(layer.feed_forward, device),
     )

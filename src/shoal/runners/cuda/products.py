@@ -40,6 +40,18 @@ def product(
     gated = epilogue == k.GATED
     n = w.n // 2 if gated else w.n
     segments = segments_of(w.k)
+    few = few_of(w, rows, gated) if epilogue != k.PICK and shares is None else None
+    if few is not None:
+        bn, load, warps = few
+        k.product_few[(triton.cdiv(w.n, bn), 1, 1)](
+            *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, rows, ld or n),
+            *(n, w.k, segments, 1, w.form, epilogue, bias is not None, act, 16, bn, load, w.k // segments // load),
+            dependent,
+            num_warps=warps,
+            launch_pdl=dependent,
+            enable_fp_fusion=False,
+        )
+        return 1
     bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
     stages = stages if w.form == k.BF16 else UNPACKING_STAGES
     parts = segments if split and epilogue == k.PARTS and rows <= FEW_ROWS else 1
@@ -64,6 +76,19 @@ def segments_of(inputs: int) -> int:
     return next(s for s in (4, 2, 1) if inputs % (s * 64) == 0 or s == 1)
 
 
+def few_of(w: Matrix, rows: int, gated: bool) -> tuple[int, int, int] | None:
+    """Outputs of a program of `product_few`, inputs of one load, and warps; None where `product` is as fast.
+
+    A program asks for all its weights at once: so many must fit its registers.
+    """
+    segment = w.k // segments_of(w.k)
+    if rows > 16 or segments_of(w.k) != 4 or segment % 256 or segment > 1024 or (rows > 2 and segment > 512):
+        return None
+    if segment == 256:
+        return 32, 256, 4
+    return (32 if gated else 16), 256, 8
+
+
 def load_of(inputs: int, rows: int) -> int:
     """Inputs of one load. A segment is two or more of them: a compiler would make one chain of segments of a single
     product.
@@ -82,4 +107,4 @@ def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
         return (few, HEAD_N, 8, 3) if head else (few, 64, 4, 6 if few <= 32 else 4)
     if head:
         return 64, HEAD_N, 4, 4
-    return (64, 64, 4, 4) if rows <= 512 else (128, 128, 8, 4)
+    return (64 if rows <= 512 else 128), 64, 4, 4

@@ -13,6 +13,7 @@ from shoal.errors import RunnerError
 from shoal.runners.cuda.access import DeviceBlocks
 from shoal.runners.cuda.choices import largest, until_invalid
 from shoal.runners.cuda.model import DeviceModel
+from shoal.runners.cuda.states import States
 from shoal.runners.cuda.step import BLOCK, SPLIT, UPDATES, Shape, Step, tile_tokens
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
@@ -43,7 +44,8 @@ class CUDARunner:
         """For at most `slots` sequences and `rows` rows of a step; see `load` of the package and `identity_of`."""
         self._spec = spec
         self._model = model
-        self._blocks = DeviceBlocks(model.kv.parts, spec.num_blocks, BLOCK, identity)
+        self._states = None if model.states is None else States(model.states)
+        self._blocks = DeviceBlocks(model.kv.parts, spec.num_blocks, BLOCK, identity, self._states)
         self._spare = spec.num_blocks  # the KV block that rows which fill up a bucket write to
         width = -(-spec.context_length // BLOCK) + 1
         tables = torch.full((slots + 1, width), self._spare, dtype=torch.int32, device=model.device)
@@ -52,7 +54,7 @@ class CUDARunner:
         self._slot: dict[SeqId, int] = {}
         self._known: dict[SeqId, tuple[BlockId, ...]] = {}
         self._ahead: _Ahead | None = None
-        self._group = max(layer.attention.heads // layer.attention.kv_heads for layer in model.layers)
+        self._group = max(a.heads // a.kv_heads for a in model.attentions)
         self._cuda = model.device.type == "cuda"
 
     @property
@@ -71,7 +73,9 @@ class CUDARunner:
         return int(torch.cuda.max_memory_allocated(self._model.device)) if self._cuda else None
 
     def release(self, seq_ids: Sequence[SeqId]) -> None:
-        """Give their rows of the table to others."""
+        """Give their rows of the table, and places for recurrent state, to others."""
+        if self._states is not None:
+            self._states.release(seq_ids)
         for seq_id in seq_ids:
             slot = self._slot.pop(seq_id, None)
             if slot is not None:
@@ -82,7 +86,7 @@ class CUDARunner:
         """Free the device's memory. Idempotent."""
         self._ahead = None
         if hasattr(self, "_step"):
-            del self._step, self._model, self._blocks
+            del self._step, self._model, self._blocks, self._states
             if self._cuda:
                 torch.cuda.empty_cache()
 
@@ -103,6 +107,8 @@ class CUDARunner:
             self._forget_tables()
             raise RunnerError(f"step {plan.step}: {error}", value=plan.step) from error
         self._blocks.wrote(plan.sequences, plan.chain)
+        if self._states is not None:
+            self._states.end(plan)
         return output
 
     # -- from a plan to rows ------------------------------------------------------------------------------------
@@ -121,6 +127,8 @@ class CUDARunner:
                 raise RunnerError(f"sequence {s.seq_id} feeds {s.start} to {end}", value=end, limit=spec.context_length)
             if min(s.tokens) < 0 or max(s.tokens) >= spec.vocab_size:
                 raise RunnerError(f"sequence {s.seq_id} names a token out of range", limit=spec.vocab_size)
+        if self._states is not None:
+            self._states.check(plan)
 
     def _execute(self, plan: StepPlan) -> StepOutput:
         for source, target in plan.copies:
@@ -130,6 +138,8 @@ class CUDARunner:
         lone = [s for s in plan.sequences if len(s.tokens) == 1]
         fed = [s for s in plan.sequences if len(s.tokens) > 1]
         lone.sort(key=lambda s: s.block_table)  # readers of one trunk become neighbours
+        if self._states is not None:
+            self._states.begin(plan.sequences)
         shape = self._fill(plan, lone, fed)
         step = self._step
         step.inputs(shape).send()
@@ -158,6 +168,7 @@ class CUDARunner:
             wanted=bucket(wanted),
             logits=any(s.want in (Want.LOGITS, Want.TOP) for s in plan.sequences),
             feeds=bool(lone) and not fed and all(s.want is Want.ARGMAX for s in lone),
+            runs=0 if self._states is None else bucket(len(lone)) + bucket(tiles, least=4),
         )
         a = self._step.inputs(shape).arrays
         spare = len(self._step.tables) - 1
@@ -186,7 +197,24 @@ class CUDARunner:
             last[s.seq_id] = row - 1
         rows = [last[s.seq_id] - back for s in _wanting(lone, fed) for back in range(s.rows - 1, -1, -1)]
         a["wanted"][: len(rows)] = rows
+        if self._states is not None:
+            self._fill_runs(shape, lone, fed, self._states)
         return shape
+
+    def _fill_runs(
+        self, shape: Shape, lone: list[ScheduledSequence], fed: list[ScheduledSequence], states: States
+    ) -> None:
+        """Where each sequence's rows and recurrent state are; rows that fill up a bucket are in no run."""
+        arrays = self._step.inputs(shape).arrays
+        runs, run_of = arrays["runs"], arrays["run_of"]
+        runs[:], run_of[:] = 0, -1
+        for sequences, number in ((lone, 0), (fed, shape.lone)):  # the fed ones begin behind the bucket of lone rows
+            first = number
+            for run, s in enumerate(sequences, number):
+                count = len(s.tokens)
+                runs[4 * run : 4 * run + 4] = first, count, *states.of(s.seq_id)
+                run_of[first : first + count] = run
+                first += count
 
     def _send_tables(self, sequences: Iterable[ScheduledSequence], updates: NDArray[np.int32]) -> None:
         """Give new sequences a row of the table, and send the entries that differ from what the device has."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shoal.runners.cuda import kernels as k
 from shoal.runners.cuda import kernels_attention as ka
+from shoal.runners.cuda.delta import DeltaBuffers, DeviceDelta, launch_delta, launch_gates
 from shoal.runners.cuda.feed import DeviceMixture
 from shoal.runners.cuda.mixtures import MixtureBuffers, launch_mixture
 from shoal.runners.cuda.model import DecoderLayer, DeviceAttention, DeviceModel
@@ -23,6 +24,7 @@ BLOCK = 32  # token slots of a KV block
 SPLIT = 128  # tokens of an attention split
 UPDATES = 256  # block-table entries that a step can change inside its graph
 _GRAPHS = 96  # captured shapes kept
+_WALKERS = 256  # programs that are enough to read all splits of a row and KV head in one, and merge them there
 _HEADS_EACH = 8  # heads that one program norms and rotates
 
 
@@ -33,7 +35,7 @@ class Shape:
     `lone` rows come first, each alone in its sequence, over at most `splits` splits of context (a lone one of `span`
     tokens), `trunks` shared splits among them; then `fed` rows in `tiles` tiles, neighbours of one sequence each;
     `wanted` rows go on to the vocabulary. `logits`: all of them are kept. `feeds`: the chosen tokens are the next
-    step's.
+    step's. `runs`: of a model with recurrent state, how many sequences there may be, see `kernels_recurrent`.
     """
 
     lone: int
@@ -45,6 +47,7 @@ class Shape:
     wanted: int
     logits: bool
     feeds: bool
+    runs: int = 0
 
     @property
     def rows(self) -> int:
@@ -61,6 +64,7 @@ class Shape:
         yield from (("tokens", self.rows), ("positions", self.rows), ("slots", self.rows), ("wanted", self.wanted))
         yield from (("trunk_splits", self.lone), ("readers", self.lone), ("trunks", self.trunks * 4))
         yield from (("tiles", self.tiles * 2), ("updates", UPDATES * 2))
+        yield from (("runs", self.runs * 4), ("run_of", self.rows if self.runs else 0))
 
 
 class Inputs:
@@ -105,13 +109,14 @@ class StepBuffers:
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=model.device)
 
-        widest = max(layer.attention.width for layer in model.layers)
-        heads = max(layer.attention.heads * layer.attention.dim for layer in model.layers)
+        heads = max(a.inner for a in model.attentions)
         self.x = empty(rows, model.width, dtype=torch.float32)
         self.normed = empty(rows, model.width)
-        self.qkv = empty(rows, widest)
+        self.columns = empty(rows * max(layer.mixer.width for layer in model.layers))
         self.q = empty(rows, heads)
-        self.attended = empty(rows, heads)
+        self.attended = empty(rows * max(layer.mixer.inner for layer in model.layers))
+        self.gates = empty(rows * max(0 if a.gate is None else a.inner for a in model.attentions))
+        self.delta = DeltaBuffers(model.nets, rows, model.device) if model.nets else None
         feeds = [layer.feed_forward for layer in model.layers]
         self.inner = empty(rows * max(ff.inner for ff in feeds))
         self.parts = empty(max(rows * max(ff.parts for ff in feeds), 4 * FEW_ROWS), model.width, dtype=torch.float32)
@@ -124,7 +129,7 @@ class StepBuffers:
         self.best_at = empty(wanted, self.tiles, dtype=torch.int32)
         self.chosen = empty(wanted, dtype=torch.int32)
         self.partials: tuple[torch.Tensor, ...] = ()
-        self._heads, self._dim, self._device = heads, min(layer.attention.dim for layer in model.layers), model.device
+        self._heads, self._dim, self._device = heads, min(a.dim for a in model.attentions), model.device
 
     def hold(self, lone: int, splits: int) -> bool:
         """Make room for the shares of that many splits of that many rows; True when addresses changed."""
@@ -198,8 +203,8 @@ class Step:
         segments = 0
         for layer in m.layers:
             self._norm(shape, layer, segments, first=True)
-            self._attention(shape, layer)
-            segments = self._product(shape, b.attended, layer.attention.out, b.parts, k.PARTS)
+            self._mix(shape, layer.mixer)
+            segments = self._product(shape, b.attended, layer.mixer.out, b.parts, k.PARTS)
             self._norm(shape, layer, segments, first=False)
             segments = self._feed_forward(shape, layer)
         self._norm(shape, None, segments, first=True)
@@ -227,7 +232,7 @@ class Step:
         weight = m.norm if layer is None else layer.mixer_norm if first else layer.ff_norm
         post = bias = None
         if layer is not None and not first:
-            post, bias = layer.mixer_post_norm, layer.attention.out_bias
+            post, bias = layer.mixer_post_norm, layer.mixer.out_bias
         elif segments:
             before = m.layers[-1] if layer is None else m.layers[m.layers.index(layer) - 1]
             post = before.ff_post_norm
@@ -239,14 +244,23 @@ class Step:
             **self._options(shape),
         )
 
-    def _attention(self, shape: Shape, layer: DecoderLayer) -> None:
-        m, b, t, a = self.model, self.buffers, self._inputs[shape].tensors, layer.attention
-        column = 0
-        for matrix, bias in a.qkv:
-            self._product(shape, b.normed, matrix, b.qkv[:, column:], k.STORE, bias=bias, ld=a.width)
+    def _mix(self, shape: Shape, mixer: DeviceAttention | DeviceDelta) -> None:
+        """Leaves what goes into the mixer's last product in `attended`."""
+        b, column = self.buffers, 0
+        for matrix, bias in mixer.products:
+            self._product(shape, b.normed, matrix, b.columns[column:], k.STORE, bias=bias, ld=mixer.width)
             column += matrix.n
+        if isinstance(mixer, DeviceAttention):
+            self._attention(shape, mixer)
+            return
+        assert b.delta is not None
+        inputs, options = self._inputs[shape].tensors, self._options(shape)
+        launch_delta(mixer, b.delta, b.columns, b.attended, inputs, shape.rows, shape.runs, options)
+
+    def _attention(self, shape: Shape, a: DeviceAttention) -> None:
+        m, b, t = self.model, self.buffers, self._inputs[shape].tensors
         ka.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
-            *(b.qkv, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
+            *(b.columns, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
             *(*a.kv, b.q, m.eps, self.tables.shape[1]),
             *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, m.eight, _HEADS_EACH),
             num_warps=2,
@@ -264,6 +278,10 @@ class Step:
                 num_stages=1,
                 **self._options(shape),
             )
+        if a.gate is not None:
+            self._product(shape, b.normed, a.gate, b.gates, k.STORE)
+            heads, options = (a.heads, a.dim), self._options(shape)
+            launch_gates(b.attended, b.gates, a.inner, b.attended, heads, shape.rows, options)
 
     def _attend_lone(self, shape: Shape, a: DeviceAttention) -> None:
         """Attention of the rows that are alone in their sequence: shared splits, own splits, and all together."""
@@ -281,13 +299,15 @@ class Step:
                 **options,
             )
         skipped = t["trunk_splits"] if trunks else self.model.zeros
-        ka.attend_rows[(shape.splits, a.kv_heads, shape.lone)](
+        walk = shape.splits > 1 and not trunks and shape.lone * a.kv_heads >= _WALKERS
+        ka.attend_rows[(1 if walk else shape.splits, a.kv_heads, shape.lone)](
             *(*reads, t["slots"], skipped, a.sinks, b.attended, *partials, *limits),
-            *(shape.splits, shape.span, *sizes, *kinds),
+            *(shape.splits, shape.span, *sizes, *kinds, walk),
             num_warps=4,
+            num_stages=1,  # three programs share a processor: more in flight than one that loads ahead
             **options,
         )
-        if shape.splits > 1:
+        if shape.splits > 1 and not walk:
             ka.merge_rows[(a.heads, shape.lone)](
                 *(t["positions"], a.sinks, b.attended, *partials, limits[3], shape.splits, a.heads, a.dim, *kinds[1:]),
                 num_warps=1,
@@ -332,4 +352,4 @@ def tile_tokens(group: int) -> int:
 
 
 def _warps(width: int) -> int:
-    return min(max((1 << (width - 1).bit_length()) // 512, 1), 8)
+    return min(max((1 << (width - 1).bit_length()) // 128, 1), 8)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.models.decoder import Attention, Decoder, Dense, FeedForward, Layer, Mixture
+import math
+from collections.abc import Iterable
+
+from shoal.models.decoder import Attention, Decoder, DeltaNet, Dense, FeedForward, Layer, Mixer, Mixture, Norm
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clipped": 2}
 SCORINGS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
@@ -15,8 +18,11 @@ def refusal(decoder: Decoder) -> str | None:
     scales = {layer.residual_scale for layer in decoder.layers}
     if len(scales) > 1:
         return "residual scales that differ between layers"
-    if len({(m.kv_heads, m.key_dim) for layer in decoder.layers if isinstance(m := layer.mixer, Attention)}) > 1:
-        return "KV heads or head sizes that differ between layers"
+    shapes = {(m.kv_heads, m.key_dim) for layer in decoder.layers if isinstance(m := layer.mixer, Attention)}
+    if len(shapes) != 1:
+        return "KV heads or head sizes that differ between layers, or no layer with attention"
+    if len({_state_of(m) for layer in decoder.layers if isinstance(m := layer.mixer, DeltaNet)}) > 1:
+        return "gated delta nets whose sizes differ between layers"
     for number, layer in enumerate(decoder.layers):
         reason = _layer_refusal(layer)
         if reason is not None:
@@ -27,27 +33,49 @@ def refusal(decoder: Decoder) -> str | None:
 
 def _layer_refusal(layer: Layer) -> str | None:
     mixer = layer.mixer
-    if not isinstance(mixer, Attention) or mixer.k is None or mixer.v is None:
-        return f"a mixer of kind {type(mixer).__name__}, or one that reads another layer's KV"
-    reason = _feed_refusal(layer.feed_forward)
+    mixed = _delta_refusal(mixer) if isinstance(mixer, DeltaNet) else _attention_refusal(mixer)
+    reason = mixed or _feed_refusal(layer.feed_forward)
     if reason is not None:
         return reason
+    if layer.mixer_norm is None or layer.ff_norm is None:
+        return "a layer without a norm before it"
+    if layer.layer_input is not None or layer.output_scale is not None:
+        return "per-layer embeddings or a scale of its output"
+    norms = (layer.mixer_norm, layer.mixer_post_norm, layer.ff_norm, layer.ff_post_norm)
+    return _norms_refusal(norms)
+
+
+def _norms_refusal(norms: Iterable[Norm | None]) -> str | None:
+    if any(norm is not None and (norm.kind != "rms" or norm.bias or norm.weight is None) for norm in norms):
+        return "a norm that is no RMS norm with a weight"
+    return None
+
+
+def _delta_refusal(net: DeltaNet) -> str | None:
+    if net.value_dim % 16 or (net.value_heads * net.value_dim) % 32 or not 1 <= net.key_dim <= 256 or net.kernel < 2:
+        sizes = f"heads of {net.key_dim} and {net.value_dim} elements"
+        return f"a gated delta net with {sizes} (it takes up to 256, and whole 16s of the second)"
+    if any(part.bias is not None for part in (net.q, net.k, net.v, net.z, net.alpha, net.beta, net.out)):
+        return "a gated delta net with biases"
+    return _norms_refusal([net.norm])
+
+
+def _attention_refusal(mixer: Mixer | None) -> str | None:
+    if not isinstance(mixer, Attention) or mixer.k is None or mixer.v is None:
+        return f"a mixer of kind {type(mixer).__name__}, or one that reads another layer's KV"
     sizes = {mixer.key_dim, mixer.value_dim}
     if len(sizes) > 1 or mixer.key_dim & (mixer.key_dim - 1) or not 64 <= mixer.key_dim <= 256:
         return f"heads of {mixer.key_dim} and {mixer.value_dim} elements (it takes 64, 128 and 256)"
     group = mixer.heads // mixer.kv_heads
     if group > 16 or mixer.heads % mixer.kv_heads:
         return f"{mixer.heads} query heads for {mixer.kv_heads} KV heads (it takes up to 16 for one)"
-    if mixer.gate or mixer.v_norm or mixer.norm_over_heads or mixer.query_scale or mixer.rotary is None:
-        return "an output gate, a norm of values or over all heads, a scale by position, or no rotary positions"
-    if (mixer.q_norm is None) != (mixer.k_norm is None) or layer.mixer_norm is None or layer.ff_norm is None:
-        return "a norm of queries or keys alone, or a layer without a norm before it"
-    if layer.layer_input is not None or layer.output_scale is not None:
-        return "per-layer embeddings or a scale of its output"
-    norms = (layer.mixer_norm, layer.mixer_post_norm, layer.ff_norm, layer.ff_post_norm, mixer.q_norm, mixer.k_norm)
-    if any(norm is not None and (norm.kind != "rms" or norm.bias or norm.weight is None) for norm in norms):
-        return "a norm that is no RMS norm with a weight"
-    return None
+    if mixer.v_norm or mixer.norm_over_heads or mixer.query_scale or mixer.rotary is None:
+        return "a norm of values or over all heads, a scale by position, or no rotary positions"
+    if (mixer.q_norm is None) != (mixer.k_norm is None):
+        return "a norm of queries or keys alone"
+    if mixer.gate is not None and mixer.gate.bias is not None:
+        return "a bias of the output gate"
+    return _norms_refusal((mixer.q_norm, mixer.k_norm))
 
 
 def _feed_refusal(ff: FeedForward | None) -> str | None:
@@ -75,12 +103,46 @@ def _mixture_refusal(ff: Mixture) -> str | None:
 
 def step_bytes(decoder: Decoder, rows: int, wanted: int) -> int:
     """The most memory that a step of so many rows takes, of which `wanted` want logits; mixtures take most of it."""
-    mixers = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, Attention)]
-    heads = max((2 * m.heads + m.kv_heads) * m.key_dim for m in mixers)
-    row = (
-        decoder.width * 6 + 4 * heads + max(_feed_bytes(layer.feed_forward, decoder.width) for layer in decoder.layers)
-    )
+    mixed = {kind: max(_mixer_bytes(layer.mixer, kind) for layer in decoder.layers) for kind in (Attention, DeltaNet)}
+    fed = max(_feed_bytes(layer.feed_forward, decoder.width) for layer in decoder.layers)
+    row = decoder.width * 6 + sum(mixed.values()) + fed
     return rows * row + wanted * decoder.vocab_size * 4
+
+
+def _mixer_bytes(mixer: Mixer | None, kind: type[Attention | DeltaNet]) -> int:
+    """Of one row: what is between the products of a mixer of this kind."""
+    if isinstance(mixer, Attention) and kind is Attention:
+        gates = 2 * mixer.heads * mixer.key_dim if mixer.gate is not None else 0
+        return 4 * (2 * mixer.heads + mixer.kv_heads) * mixer.key_dim + gates
+    if isinstance(mixer, DeltaNet) and kind is DeltaNet:
+        return 4 * (_channels(mixer) + 6 * mixer.value_heads) + 8 * mixer.value_heads * mixer.value_dim
+    return 0
+
+
+def _channels(net: DeltaNet) -> int:
+    return 2 * net.key_heads * net.key_dim + net.value_heads * net.value_dim
+
+
+def _state_of(net: DeltaNet) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (net.kernel - 1, _channels(net)), (net.value_heads, net.key_dim, net.value_dim)
+
+
+def state_shapes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Of a sequence's recurrent state, all layers: last inputs of the convolutions (bf16), and matrices (float32).
+
+    None where no layer has any.
+    """
+    nets = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, DeltaNet)]
+    if not nets:
+        return None
+    inputs, matrices = _state_of(nets[0])
+    return (len(nets), *inputs), (len(nets), *matrices)
+
+
+def state_bytes(decoder: Decoder) -> int:
+    """Bytes of a sequence's recurrent state; 0 where no layer has any."""
+    shapes = state_shapes(decoder)
+    return 0 if shapes is None else 2 * math.prod(shapes[0]) + 4 * math.prod(shapes[1])
 
 
 def _feed_bytes(ff: FeedForward | None, width: int) -> int:

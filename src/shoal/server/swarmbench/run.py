@@ -162,7 +162,8 @@ class SwarmRun:
         together = name == "together"
         checkpoint = self.checkpoint if together else None
         swarm = self._order.work(alone=not together, checkpoint=checkpoint, before=before)
-        log = StepLog(swarm.everyone, self._order.agents, self._engine.spec.block_bytes, time.perf_counter())
+        spec = self._engine.spec
+        log = StepLog(swarm.everyone, self._order.agents, spec.block_bytes, spec.window_bytes, time.perf_counter())
         log.used_s = 0.0 if before is None else before.used_s
         return _Phase(name, swarm, log, cards_told=len(swarm.everyone) if together else 0)
 

@@ -38,6 +38,7 @@ class StepLog:
     cards: Sequence[Card]
     agents: int
     block_bytes: int
+    window_bytes: int  # of a window block; 0 where the model has none
     began: float
     rows: list[Row] = field(default_factory=list)
     peak_held: int = 0
@@ -75,7 +76,7 @@ class StepLog:
             self.widest = max(self.widest, record.batch)
             self.written += record.decode_tokens
             self.accepted += record.accepted
-            held, saved = _kv(running, self.block_bytes)
+            held, saved = _kv(running, self.block_bytes, self.window_bytes)
             if took & ((1 << self.agents) - 1) and (saved, held) >= (self.peak_saved, self.peak_held):
                 self.peak_saved, self.peak_held = saved, held
             begin = round((now - self.began) * 1e3 - record.ms, 2)
@@ -88,11 +89,15 @@ class StepLog:
         return self.written / (self.written - self.accepted) if self.written > self.accepted else 1.0
 
 
-def _kv(running: Sequence[Progress], block_bytes: int) -> tuple[int, int]:
+def _kv(running: Sequence[Progress], block_bytes: int, window_bytes: int) -> tuple[int, int]:
     """Bytes of the blocks that some sequences hold, and of those they would hold if nothing were shared."""
-    mentioned = sum(len(seq.blocks) for seq in running)
-    distinct = len({block for seq in running for block in seq.blocks})
-    return distinct * block_bytes, (mentioned - distinct) * block_bytes
+    held = saved = 0
+    kinds = (([seq.blocks for seq in running], block_bytes), ([seq.windows for seq in running], window_bytes))
+    for tables, size in kinds:
+        distinct = len({block for table in tables for block in table})
+        held += distinct * size
+        saved += (sum(map(len, tables)) - distinct) * size
+    return held, saved
 
 
 def single_stream_rate(rows: Sequence[Row]) -> float | None:

@@ -23,6 +23,8 @@ namespace shoal {
 
 namespace {
 
+constexpr int kSettledRows = 4;  // of a tile with many rows, that one unit adds to and norms
+
 const char* const kPhaseNames[kPhases] = {"embed", "norm",  "qkv",     "attention", "mix", "recur",
                                           "out",   "route", "gate_up", "down",      "head"};
 
@@ -256,9 +258,9 @@ void Step::quantise_own(const Layer& l, Batch& batch, int row, const float* x, S
     }
 }
 
-void Step::settle_tile(Batch& batch, const Tile& tile, const Pending& pending, const Norm& norm, Scratch& s,
-                       const Layer* mixture) {
-    for (int r = 0; r < tile.rows; r++) {
+void Step::settle_rows(Batch& batch, const Tile& tile, int first, int end, const Pending& pending, const Norm& norm,
+                       Scratch& s, const Layer* mixture) {
+    for (int r = first; r < end; r++) {
         const int row = tile.first + r;
         const float* x = batch.x + size_t(row) * size_t(c.embd);
         if (pending.layer) add_pending(batch, row, pending, s);
@@ -270,12 +272,25 @@ void Step::settle_tile(Batch& batch, const Tile& tile, const Pending& pending, c
     }
 }
 
-// A unit is a tile: its rows share cache lines, so they are one thread's.
+// A unit is a few rows of a tile. Rows of a tile for vectors share cache lines, so they are one thread's; a tile for
+// matrix registers has many rows, and keeps its neighbours in K of a row together.
 void Step::settle(Phase phase, Batch& batch, Pending pending, Norm norm, const Layer* mixture) {
+    const auto parts = [](const Tile& tile) {
+        return tile.by_row() ? (tile.rows + kSettledRows - 1) / kSettledRows : 1;
+    };
     add(
-        phase, batch, [&batch] { return int(batch.normed.tiles.size()); },
-        [this, &batch, pending, norm, mixture](int unit, Scratch& s) {
-            settle_tile(batch, batch.normed.tiles[size_t(unit)], pending, norm, s, mixture);
+        phase, batch,
+        [&batch, parts] {
+            int units = 0;
+            for (const Tile& tile : batch.normed.tiles) units += parts(tile);
+            return units;
+        },
+        [this, &batch, pending, norm, mixture, parts](int unit, Scratch& s) {
+            const Tile* tile = batch.normed.tiles.data();
+            for (; unit >= parts(*tile); tile++) unit -= parts(*tile);
+            const int first = tile->by_row() ? unit * kSettledRows : 0;
+            const int end = tile->by_row() ? std::min(first + kSettledRows, tile->rows) : tile->rows;
+            settle_rows(batch, *tile, first, end, pending, norm, s, mixture);
         });
 }
 

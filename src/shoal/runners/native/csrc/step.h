@@ -168,8 +168,8 @@ struct Step : Work {
     void embed(int row);
     void normalise(const Norm& norm, const float* x, int n, float* out) const;
     void settle(Phase phase, Batch& batch, Pending pending, Norm norm, const Layer* mixture = nullptr);
-    void settle_tile(Batch& batch, const Tile& tile, const Pending& pending, const Norm& norm, Scratch& s,
-                     const Layer* mixture);
+    void settle_rows(Batch& batch, const Tile& tile, int first, int end, const Pending& pending, const Norm& norm,
+                     Scratch& s, const Layer* mixture);
     void add_pending(Batch& batch, int row, const Pending& pending, Scratch& s);
     void add_experts(const Layer& l, Batch& batch, int row, Scratch& s);
     void quantise_own(const Layer& l, Batch& batch, int row, const float* x, Scratch& s);
