@@ -203,6 +203,18 @@ def test_a_step_with_drafts_stays_below_the_stall_bound() -> None:
     assert count == 5  # six rows take 16 ms
 
 
+def test_what_slows_all_for_the_sake_of_one_is_left() -> None:
+    drafter = Drafter(64)
+    seq = copying(drafter)
+    others = [(sequence([1], [2]), 30)] * 7  # nothing to draft: the other's tokens only hold them up
+    ms = lambda rows: 1.0 + 0.12 * rows  # noqa: E731
+    (alone,) = drafter.choose([(seq, 30)], 40, 1e9, ms)
+    (among, *rest) = drafter.choose([(seq, 30), *others], 40, 1e9, ms)
+    assert alone > 5
+    assert among < alone / 2
+    assert not any(rest)
+
+
 # -- what steps cost ----------------------------------------------------------------------------------------------
 
 
@@ -236,6 +248,14 @@ def test_what_makes_all_steps_dearer_makes_no_draft_look_cheap() -> None:
     for _ in range(12):
         times.observe(8, 8.0)  # others sample now
     assert 1.1 < times(10) / times(8) < 1.6
+
+
+def test_rows_never_seen_are_taken_to_cost_as_much_as_those_that_were() -> None:
+    times = StepTimes()
+    times.observe(4, 20.0)
+    assert times.rows_within(127.5) == 25
+    times.observe(16, 40.0)
+    assert 45 <= times.rows_within(127.5) <= 52
 
 
 def test_one_slow_step_is_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""What speculation gains: the same work with it and without, in turns, and what the best lengths would have given.
+"""What speculation gains: the same work with it and without, in turns.
 
 Real texts on the model under measurement; on a random-weight shape, whose own text means nothing, the texts that the
 real model wrote are forced, so that its passes cost what they cost and its drafts are right as often as real ones.
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.hindsight import FIXED, fixed_length_ms, hindsight_ms, proposals, step_costs
+from shoal.bench.hindsight import Text, step_costs
 from shoal.bench.shapes import write_shape
 from shoal.bench.workloads import TEXT
 from shoal.config import EngineConfig
@@ -35,6 +35,7 @@ _ASKED = {
     "copy": "Repeat the following text exactly, word for word, and write nothing else.\n\n{text}",
     "edit": "Repeat the following text, but write HARBOUR in capital letters wherever it says harbour.\n\n{text}",
     "summary": "Summarise the following text in bullet points. Quote its own words.\n\n{text}",
+    "quote": "You are a critic. Judge the following text, and quote three of its sentences word for word.\n\n{text}",
     "story": "Write a long story about a {text}",
 }
 _HEROES = ("tailor", "ferryman", "cook", "mapmaker", "night watchman", "gardener", "bell founder", "clerk")
@@ -61,6 +62,7 @@ LEVELS = (
     TaskLevel("copy", 1, 2.2),
     TaskLevel("edit", 1, 1.8),
     TaskLevel("summary", 1, 1.5),
+    TaskLevel("quote", 1, 1.1),
     TaskLevel("copy", 4, 1.2),
     TaskLevel("copy", 8, 1.0),
     TaskLevel("copy", 1, 2.4, forced=True),
@@ -132,9 +134,8 @@ class MeasuredLevel:
 
     level: TaskLevel
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    results: list[Result] = field(default_factory=list)  # of the last round, with speculation
-    prompts: list[tuple[int, ...]] = field(default_factory=list)
-    steps: int = 0
+    results: list[Result] = field(default_factory=list)  # of all rounds, with speculation
+    texts: list[list[Text]] = field(default_factory=list)  # by round
 
     @property
     def gain(self) -> float:
@@ -179,7 +180,7 @@ class SpeculationBench:
                     found += [self._level(engines, level, rounds, texts) for level in levels if level.forced]
                 finally:
                     _close(engines)
-        rows = [_document(measured, costs["shape" if measured.level.forced else "model"]) for measured in found]
+        rows = [_document(measured) for measured in found]
         return {"scenario": "speculation", "rounds": rounds, "costs_ms": costs, "levels": rows}
 
     def _engines(self, opening: Callable[..., Any] | None, forced: Any) -> dict[bool, Engine]:
@@ -246,8 +247,9 @@ class SpeculationBench:
                 measured.seconds[on].append(sum(step.ms for step in steps) / 1e3)
                 outputs[on] = [result.tokens for result in report.results]
                 if on:
-                    measured.results, measured.steps = list(report.results), len(steps)
-                    measured.prompts = [tuple(engines[on].tokenize(request)) for request in requests]
+                    measured.results += report.results
+                    prompts = [tuple(engines[on].tokenize(request)) for request in requests]
+                    measured.texts.append([Text(p, r.tokens) for p, r in zip(prompts, report.results, strict=True)])
             if outputs[True] != outputs[False]:
                 raise BenchmarkError(f"{level.name}: what was written differs with speculation", value=number)
         self._tell(f"{level.name}: {measured.gain:.2f} times plain, bar {level.bar}")
@@ -286,42 +288,34 @@ def _streams(levels: Sequence[TaskLevel], *, forced: bool) -> list[int]:
     return sorted({level.streams for level in levels if level.forced is forced})
 
 
-def _document(measured: MeasuredLevel, costs: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+def _document(measured: MeasuredLevel) -> dict[str, Any]:
     level = measured.level
     receipts = [result.receipt for result in measured.results]
-    each = [proposals(p, r.tokens) for p, r in zip(measured.prompts, measured.results, strict=True)]
-    known = costs[str(level.streams)]
-    plain = fixed_length_ms(each, 0, known)
-    fixed = {n: plain / fixed_length_ms(each, n, known) for n in FIXED}
-    written = sum(len(found) for found in each)
+    passes = sum(max(len(text.output) - 1, 0) for group in measured.texts for text in group)
     accepted = sum(receipt.accepted for receipt in receipts)
     return {
         "level": level.name,
+        "model": "shape" if level.forced else "model",
+        "streams": level.streams,
+        "temperature": level.temperature,
         "bar": level.bar,
         "gain": measured.gain,
         "plain_s": measured.seconds[False],
         "drafting_s": measured.seconds[True],
         "drafted": sum(receipt.drafted for receipt in receipts),
         "accepted": accepted,
-        "tokens_a_pass": written / max(written - accepted, 1),
-        "best_fixed": max(fixed.values()),
-        "best_fixed_length": max(fixed, key=lambda n: fixed[n]),
-        "hindsight": plain / hindsight_ms(each[0], known) if level.streams == 1 else None,
+        "tokens_a_pass": passes / max(passes - accepted, 1),
+        "texts": measured.texts,
     }
 
 
 def table(document: Mapping[str, Any]) -> str:
     """The figures for people."""
-    lines = [
-        f"{'workload, streams':28}{'times plain':>12}{'bar':>6}{'tokens a pass':>15}{'drafted':>9}{'right':>7}"
-        f"{'best fixed length':>19}{'hindsight':>11}"
-    ]
+    lines = [f"{'workload, streams':28}{'times plain':>12}{'bar':>6}{'tokens a pass':>15}{'drafted':>9}{'right':>7}"]
     for row in document["levels"]:
-        best = f"{row['best_fixed']:.2f} ({row['best_fixed_length']})"
-        hindsight = "" if row["hindsight"] is None else f"{row['hindsight']:.2f}"
         lines.append(
             f"{row['level']:28}{row['gain']:12.2f}{row['bar']:6}{row['tokens_a_pass']:15.2f}{row['drafted']:9}"
-            f"{row['accepted']:7}{best:>19}{hindsight:>11}"
+            f"{row['accepted']:7}"
         )
     for name, costs in document["costs_ms"].items():
         for streams, times in costs.items():

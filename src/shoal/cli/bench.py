@@ -94,12 +94,15 @@ def _suite(wanted: Options, facts: dict[str, Any], out: Path | None) -> dict[str
 
 
 def _speculation(model: str, runner: str, threads: int | None, runs: int, facts: dict[str, Any]) -> dict[str, Any]:
-    """Measure the same work with drafts and without; shows the table."""
+    """Measure the same work with drafts and without; shows the table, and what its texts and costs come to."""
+    from shoal.bench import drafting
     from shoal.bench.speculation import SpeculationBench, table
 
     found = SpeculationBench(model, runner, threads, _tell).run(runs)
     _tell(table(found))
-    return {**found, "command": _command(), "machine": facts}
+    calculated = drafting.replayed(found)
+    _tell(drafting.table(calculated))
+    return {**found, "calculated": calculated, "command": _command(), "machine": facts}
 
 
 def _command() -> str:
@@ -125,6 +128,16 @@ def report(
 
     for path in write(file, out):
         print(path)
+
+
+@app.command()
+def drafts(
+    file: Annotated[Path, typer.Argument(metavar="RESULT", help="What --scenario speculation --out wrote.")],
+) -> None:
+    """Calculate what drafts gain from a result's texts and costs of passes: no model, no timing."""
+    from shoal.bench.drafting import replayed, table
+
+    print(table(replayed(json.loads(file.read_text("utf-8")))))
 
 
 @app.command()

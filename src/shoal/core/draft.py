@@ -31,15 +31,19 @@ _PART = 1 << 14  # tokens of one part of a history, which has two
 _TOTAL = 1 << 19  # tokens of all histories
 _NAMESPACES = 1024  # that have one
 _GIVEN_AT_ONCE = 64  # output tokens after which a running sequence's text is within reach of others
-_LEAST_GAIN = 1.02  # tokens a second with drafts, against without: below that it is left
-_HOPELESS = 0.9  # of the best so far: more rows, which cost in jumps, do not make up for that
+_LEAST_GAIN = 1.06  # times as fast with drafts as without: below that it is left
+_HOPELESS = 0.75  # of the best so far: more rows, which cost in jumps, do not make up for that
 _LEAST_CHANCE = 0.05  # of a drafted token: what is less likely to count is not looked at
-_PRIOR = 6.0  # observations that what is known of all sequences counts for in one of them
+_MEMORY = 0.998
+_RECENT = 0.9  # of what a sequence's drafts were worth, the share that is left after the next
+_LEVELS = 5  # of that: not known yet, and from the worst to the best quarter
 
 _OWN, _HISTORY, _PREDICTION = range(3)  # where a draft is from
-_BUCKET = (0, 0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 6)  # of lengths of agreement
-_BUCKETS = _BUCKET[-1] + 1
-_FIRST = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # chance that the next token is right, before anything was seen
+BUCKET_OF = (0, 0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 6)  # of lengths of agreement
+BUCKETS = BUCKET_OF[-1] + 1
+_AGREED = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9)  # chance that the next token is right, before anything was seen
+_EASE = (1.0, 1.6, 1.3, 1.0, 0.5)  # the same by level, as a power: where drafts do well, the next one does
+_FIRST: tuple[float, ...] = tuple(chance**ease for ease in _EASE for chance in _AGREED)
 
 
 def why_not(spec: ModelSpec) -> str | None:
@@ -56,23 +60,22 @@ def why_not(spec: ModelSpec) -> str | None:
 
 
 class Odds:
-    """How often the next token was what a text said it would be, by how much of the end agreed, and where it was from.
+    """How often the next token was what a text said it would be, in all sequences, apart by what could be seen before.
 
-    Older observations count less: `memory` is the share that is left of one after the next in its bucket.
+    A bucket is where the draft was from, how well its sequence's last drafts did, and how much of the end agreed.
+    Older observations count less: `_MEMORY` is the share that is left of one after the next in its bucket.
     """
 
-    __slots__ = ("_memory", "hits", "seen")
+    __slots__ = ("hits", "seen")
 
-    def __init__(self, memory: float) -> None:
-        self._memory = memory
-        self.hits = [0.0] * (3 * _BUCKETS)
-        self.seen = [0.0] * (3 * _BUCKETS)
+    def __init__(self) -> None:
+        self.hits = [0.0] * (3 * _LEVELS * BUCKETS)
+        self.seen = [0.0] * (3 * _LEVELS * BUCKETS)
 
     def note(self, bucket: int, right: bool) -> None:
         """One more observation."""
-        memory = self._memory
-        self.hits[bucket] = self.hits[bucket] * memory + right
-        self.seen[bucket] = self.seen[bucket] * memory + 1.0
+        self.hits[bucket] = self.hits[bucket] * _MEMORY + right
+        self.seen[bucket] = self.seen[bucket] * _MEMORY + 1.0
 
 
 class NamespaceText:
@@ -101,7 +104,8 @@ class Draft:
     """
 
     __slots__ = (
-        "at", "foretold", "given", "history", "kind", "length", "odds", "own", "predicted", "source", "taken",
+        "at", "foretold", "given", "history", "kind", "length", "level", "own", "predicted", "right", "seen",
+        "source", "taken",
     )  # fmt: skip
 
     def __init__(self, seq: Sequence, history: NamespaceText) -> None:
@@ -109,7 +113,8 @@ class Draft:
         self.own = Suffixes((*predicted, *seq.spec.prompt))
         self.predicted = len(predicted)
         self.history = history
-        self.odds = Odds(0.96)
+        self.right = self.seen = 0.0  # of its drafts, whether taken or not, the last ones most
+        self.level = 0
         self.foretold = 0  # output tokens that stood in the prediction where they were expected
         self.taken = self.given = seq.prompt_len  # tokens of the sequence in `own`, and in the history
         self.source = self.own
@@ -130,14 +135,16 @@ class Draft:
 
     def follow(self, tokens: Seq[int], odds: Odds) -> None:
         """Take in what the sequence wrote; `odds` are those of all sequences."""
-        own, mine = self.own, self.odds
+        own = self.own
         for token in tokens:
             at, right = self.at, False
             if at >= 0:
                 right = self.source.tokens[at] == token
-                bucket = self.kind * _BUCKETS + _BUCKET[self.length]
-                mine.note(bucket, right)
-                odds.note(bucket, right)
+                odds.note((self.kind * _LEVELS + self.level) * BUCKETS + BUCKET_OF[self.length], right)
+                self.right = self.right * _RECENT + right
+                self.seen = self.seen * _RECENT + 1.0
+                if self.level or self.seen > 1.5:
+                    self.level = 1 + int(3.99 * self.right / self.seen)
             own.append(token)
             if not right:
                 self._look()
@@ -155,12 +162,9 @@ class Draft:
     def chance(self, depth: int, odds: Odds) -> float:
         """How likely the drafted token `depth` (0: the first) is right when those before it are."""
         length = self.length + depth
-        bucket = _BUCKET[length if length < LONGEST else LONGEST]
-        first = _FIRST[bucket]
-        bucket += self.kind * _BUCKETS
-        known = (odds.hits[bucket] + 2 * first) / (odds.seen[bucket] + 2)
-        own = self.odds
-        return (own.hits[bucket] + _PRIOR * known) / (own.seen[bucket] + _PRIOR)
+        place = self.level * BUCKETS + BUCKET_OF[length if length < LONGEST else LONGEST]
+        bucket = self.kind * _LEVELS * BUCKETS + place
+        return (odds.hits[bucket] + 2 * _FIRST[place]) / (odds.seen[bucket] + 2)
 
 
 class Drafter:
@@ -174,7 +178,7 @@ class Drafter:
     def __init__(self, max_rows: int) -> None:
         """`max_rows` is the most rows that a step gives of one sequence."""
         self._max_rows = max_rows
-        self._odds = Odds(0.998)
+        self._odds = Odds()
         self._histories: OrderedDict[Namespace, NamespaceText] = OrderedDict()
         self._held = 0  # tokens of them all
 
@@ -230,6 +234,7 @@ class Drafter:
         times = pacer.times(greedy=all(item.want is Want.ARGMAX for item in planned))
         if not times.known:
             return False
+        most = min(most, times.rows_within(pacer.most_ms) - len(decoding))
         rows = []
         for seq in decoding:
             room = (seq.ready + spare) * kv.block_size - len(seq.tokens)
@@ -263,41 +268,50 @@ class Drafter:
     def choose(
         self, rows: Seq[tuple[Sequence, int]], most: int, most_ms: float, ms: Callable[[int], float]
     ) -> list[int]:
-        """How many tokens to draft for each of the decoding sequences, that tokens a second are the most.
+        """How many tokens to draft for each of the decoding sequences, that they get on the fastest.
 
-        `rows` has each with the most that may be drafted for it; `most` is the limit of them all. `ms` tells what a
-        step of so many rows takes; drafts may not bring it above `most_ms`. Those most likely to gain come first.
+        What counts is the mean of their speeds, the geometric one: each gains or loses in proportion, so that a step
+        is not made long for the sake of a few, which would end early and leave the others in a small batch. Tokens
+        are taken one at a time, the one that adds most to its sequence's speed first, and the best number stands.
+        `rows` has each sequence with the most that may be drafted for it; `most` is the limit of them all. `ms` tells
+        what a step of so many rows takes; drafts may not bring it above `most_ms`.
         """
-        counts = [0] * len(rows)
-        waiting = []
+        streams = len(rows)
+        counts = [0] * streams
+        speeds = [1.0] * streams  # tokens that each is expected to write in this step
+        waiting = []  # the next token of each: what it adds to the speed (negative), its chance to count, whose, depth
         for number, (seq, limit) in enumerate(rows):
             draft = seq.draft
             if draft is not None and draft.at >= 0 and limit > 0:
-                waiting.append((-draft.chance(0, self._odds), number, 0))
+                chance = draft.chance(0, self._odds)
+                waiting.append((-chance, chance, number, 0))
         if not waiting:
             return counts
         heapq.heapify(waiting)
         taken: list[int] = []
-        tokens, best_at = float(len(rows)), 0
-        best = _LEAST_GAIN * tokens / ms(len(rows))
+        tokens, best, best_at = 1.0, _LEAST_GAIN, 0
+        plain_ms, share = ms(streams), 1 / streams
         while waiting and len(taken) < most:
-            chance, number, depth = waiting[0]
-            step_ms = ms(len(rows) + len(taken) + 1)
-            if -chance < _LEAST_CHANCE or step_ms > most_ms:
+            _, chance, number, depth = waiting[0]
+            step_ms = ms(streams + len(taken) + 1)
+            if chance < _LEAST_CHANCE or step_ms > most_ms:
                 break
-            tokens -= chance
+            speed = speeds[number]
+            speeds[number] = speed + chance
+            tokens *= (1 + chance / speed) ** share
             taken.append(number)
-            rate = tokens / step_ms
-            if rate > best:
-                best, best_at = rate, len(taken)
-            elif rate < _HOPELESS * best:
+            gain = tokens * plain_ms / step_ms
+            if gain > best:
+                best, best_at = gain, len(taken)
+            elif gain < _HOPELESS * best:
                 break
             seq, limit = rows[number]
             draft = seq.draft
             assert draft is not None
             limit = min(limit, len(draft.source.tokens) - draft.at)
             if depth + 1 < limit:
-                heapq.heapreplace(waiting, (chance * draft.chance(depth + 1, self._odds), number, depth + 1))
+                chance *= draft.chance(depth + 1, self._odds)
+                heapq.heapreplace(waiting, (-chance / speeds[number], chance, number, depth + 1))
             else:
                 heapq.heappop(waiting)
         for number in taken[:best_at]:

@@ -12,8 +12,11 @@ _EAGER = 16  # steps after which numbers of rows other than the last are looked 
 
 
 def _shape(rows: int) -> float:
-    """What a step of so many rows costs beside one of a single row, before anything was measured."""
-    return 1 + 0.1 * min(rows - 1, 7) + 0.25 * max(rows - 8, 0)
+    """What a step of so many rows costs beside one of a single row, before anything was measured.
+
+    Rather too little: what looks cheap is tried once and then known, what looks dear is never tried.
+    """
+    return 1 + 0.1 * (rows - 1)
 
 
 def _places() -> list[tuple[int, float]]:
@@ -41,6 +44,7 @@ class StepTimes:
         self._costs = [_shape(knot) for knot in _KNOTS]
         self._seen = [0] * len(_KNOTS)
         self._steps = 0
+        self._most = 1  # rows of the widest step
 
     @property
     def known(self) -> bool:
@@ -52,6 +56,10 @@ class StepTimes:
         at, part = _PLACES[rows] if rows < len(_PLACES) else _PLACES[-1]
         low = self._costs[at]
         return self._level * (low + part * (self._costs[at + 1] - low))
+
+    def rows_within(self, ms: float) -> int:
+        """The most rows that cannot take longer: beyond those seen, each may cost as much as one of those."""
+        return int(self._most * ms / self(self._most))
 
     def observe(self, rows: int, ms: float) -> None:
         """Learn from one step."""
@@ -68,6 +76,7 @@ class StepTimes:
         self._costs[at] *= 1 + max(0.04, 0.7 / (1 + seen)) * off
         self._seen[at] += 1
         self._steps += 1
+        self._most = max(self._most, rows)
         if self._steps < _EAGER or self._steps % _EAGER == 0:
             self._guess(at)
 

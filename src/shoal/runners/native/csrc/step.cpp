@@ -23,7 +23,7 @@ namespace shoal {
 
 namespace {
 
-constexpr int kSettledRows = 4;  // of a tile with many rows, that one unit adds to and norms
+constexpr int kLeastSettled = 4;  // rows of a tile that one unit adds to and norms
 
 const char* const kPhaseNames[kPhases] = {"embed", "norm",  "qkv",     "attention", "mix", "recur",
                                           "out",   "route", "gate_up", "down",      "head"};
@@ -272,12 +272,14 @@ void Step::settle_rows(Batch& batch, const Tile& tile, int first, int end, const
     }
 }
 
-// A unit is a few rows of a tile. Rows of a tile for vectors share cache lines, so they are one thread's; a tile for
-// matrix registers has many rows, and keeps its neighbours in K of a row together.
+// A unit is a tile, whose rows share cache lines. Where there are fewer tiles than threads, tiles for matrix registers are
+// cut: there a row's neighbours in K lie together, and only its scales share lines with other rows'.
 void Step::settle(Phase phase, Batch& batch, Pending pending, Norm norm, const Layer* mixture) {
-    const auto parts = [](const Tile& tile) {
-        return tile.by_row() ? (tile.rows + kSettledRows - 1) / kSettledRows : 1;
+    const auto cut = [this, &batch](const Tile& tile) {  // rows of a unit
+        const int parts = std::max(m.threads() / int(batch.normed.tiles.size()), 1);
+        return tile.by_row() ? std::max((tile.rows + parts - 1) / parts, kLeastSettled) : tile.rows;
     };
+    const auto parts = [cut](const Tile& tile) { return (tile.rows + cut(tile) - 1) / cut(tile); };
     add(
         phase, batch,
         [&batch, parts] {
@@ -285,11 +287,10 @@ void Step::settle(Phase phase, Batch& batch, Pending pending, Norm norm, const L
             for (const Tile& tile : batch.normed.tiles) units += parts(tile);
             return units;
         },
-        [this, &batch, pending, norm, mixture, parts](int unit, Scratch& s) {
+        [this, &batch, pending, norm, mixture, cut, parts](int unit, Scratch& s) {
             const Tile* tile = batch.normed.tiles.data();
             for (; unit >= parts(*tile); tile++) unit -= parts(*tile);
-            const int first = tile->by_row() ? unit * kSettledRows : 0;
-            const int end = tile->by_row() ? std::min(first + kSettledRows, tile->rows) : tile->rows;
+            const int first = unit * cut(*tile), end = std::min(first + cut(*tile), tile->rows);
             settle_rows(batch, *tile, first, end, pending, norm, s, mixture);
         });
 }
