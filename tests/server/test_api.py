@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -452,6 +453,10 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
         brake.set(after=4)
         with other.stream("POST", "/v1/chat/completions", json=chat_body(n=2, max_tokens=200, stream=True)) as held:
             next(held.iter_lines())
+            end = time.monotonic() + 60
+            while len(engine._admission) < 2:  # both choices, or the call would take the second one's place
+                assert time.monotonic() < end
+                time.sleep(0.01)
             answer = live.chat()
             brake.release()
             assert answer.status_code == 429
