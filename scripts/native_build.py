@@ -7,6 +7,7 @@ nothing else.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import platform
@@ -85,7 +86,9 @@ def build(out: Path = ROOT, *, extra: list[str] | None = None, optimise: str = "
         for n in ("attend", "cpu", "feed", "layers", "model", "pack", "pool", "recur", "step")
     ]
     loose = ["-fno-strict-aliasing", "-DNDEBUG"]
-    jobs.append(("binding.o", [*baseline, *includes, *loose, str(ROOT / "csrc" / "binding.cpp")]))
+    binding = ROOT / "csrc" / "binding.cpp"
+    told = f'-DSHOAL_BINDING="{hashlib.sha256(binding.read_bytes()).hexdigest()}"'  # load_core() compares it
+    jobs.append(("binding.o", [*baseline, *includes, *loose, told, str(binding)]))
     jobs.append(("nb.o", ["-Os", *includes, *loose, "-w", str(bind / "src" / "nb_combined.cpp")]))
     target = out / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
     with tempfile.TemporaryDirectory() as tmp:

@@ -61,10 +61,11 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True):  # type: ignor
 class Subscriber:
     """A router: hears of batches, and asks for those it missed."""
 
-    def __init__(self, publisher: KVPublisher, topic: bytes = b"kv@") -> None:
+    def __init__(self, publisher: KVPublisher, room: int = 1000) -> None:
         self.context = zmq.Context()
         self.sub = self.context.socket(zmq.SUB)
-        self.sub.subscribe(topic)
+        self.sub.rcvhwm = room
+        self.sub.subscribe(b"kv@")
         self.sub.connect(publisher.publish_address)
         self.replay = self.context.socket(zmq.DEALER)
         if publisher.replay_address is not None:
@@ -167,7 +168,7 @@ def test_who_missed_some_gets_them_again_and_who_comes_late_a_snapshot(monkeypat
         held = {value for event in snapshot.events[1:] for value in event.block_hashes}
         assert held >= {value for event in stored for value in event.block_hashes}
         subscriber.replay.send_multipart([b"", b"no number"])  # nothing that anybody could answer
-        assert subscriber.since(number + 1) == {}
+        assert not any(batch.events for batch in subscriber.since(number + 1).values())  # its load may have changed
 
 
 def test_another_model_begins_with_all_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,19 +185,18 @@ def test_another_model_begins_with_all_cleared(monkeypatch: pytest.MonkeyPatch) 
 def test_a_subscriber_that_reads_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvevents, "_KEPT_MESSAGES", 4)
     made = publisher(replay=None)
-    silent = Subscriber(made)
-    silent.sub.rcvhwm = 1
+    silent = Subscriber(made, room=1)
     batch = BlockBatch(1, 0.0, (Cleared(), Stored(None, (1,), (10**6,) * 20_000)), 0, 0)
     try:
         while not silent.sub.poll(50):
             made._send(batch, 32)
-        for _ in range(2000):  # 200 MB; one that waited would end in the test's time limit
+        for _ in range(600):  # 60 MB; one that waited would end in the test's time limit
             made._send(batch, 32)
         read = 0
         while silent.sub.poll(300):
             silent.sub.recv_multipart()
             read += 1
-        assert read < 1500  # most were dropped, and not kept
+        assert read < 400  # most were dropped, and not kept
     finally:
         silent.close()
         asyncio.run(made.close())

@@ -1,6 +1,7 @@
 """Compile every kernel as a step launches it, for a GPU that is not here: `python -m tests.cuda.compiles [--arch 80]`.
 
-Tiny models are stepped on the CPU with each launch replaced by a compilation down to machine code. Nothing is computed.
+Tiny models are stepped on the CPU with each launch replaced by a compilation down to machine code, whose shared
+memory must fit the GPU. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from tests.cuda.tiny import prompts, tiny_decoder
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int16: "i16"}
 TYPES |= {torch.int8: "i8"}
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
+"""The most shared memory of one program, in bytes, by compute capability."""
+
 EVERYTHING: dict[str, Any] = {"window": 40, "sinks": True, "bias": True, "soft_cap": 20.0, "post_norms": True}
 FORMS: list[dict[str, Any]] = [
     {},
@@ -72,7 +76,9 @@ class Compiled:
         self.seen.add(key)
         aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
         source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
-        triton.compile(source, target=self.target, options=options)
+        made = triton.compile(source, target=self.target, options=options)
+        if made.metadata.shared > SHARED[self.target.arch]:  # a launch would refuse it
+            raise RuntimeError(f"{self.kernel.__name__} {constants}: {made.metadata.shared} bytes of shared memory")
         self.counts[self.kernel.__name__] += 1
 
     @staticmethod
@@ -139,7 +145,7 @@ def batches() -> list[list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--arch", type=int, default=90, choices=SHARED)
     begin = time.monotonic()
     counts = compile_all(parser.parse_args().arch)
     print(f"{sum(counts.values())} variants of {len(counts)} kernels, {time.monotonic() - begin:.0f} s")

@@ -477,3 +477,20 @@ def test_idle_threads_take_no_cpu(tiny: NativeRunner) -> None:
     before = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - before < 0.3  # one that waits by asking would take a second
+
+
+@pytest.mark.parametrize("built", ["0" * 64, None])
+def test_an_extension_of_other_sources_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, built: str | None
+) -> None:
+    core = load_core()
+    if built is None:  # as they were before they told
+        monkeypatch.delattr(core, "binding")
+    else:
+        monkeypatch.setattr(core, "binding", built)
+    monkeypatch.setattr("shoal.runners.native.core._binding_hash", lambda: "1" * 64)
+    with pytest.raises(BackendError, match="built from other sources") as caught:
+        load_core()
+    assert caught.value.limit == "1" * 64
+    monkeypatch.setattr("shoal.runners.native.core._binding_hash", lambda: None)  # of a wheel
+    assert load_core() is core

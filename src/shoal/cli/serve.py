@@ -132,7 +132,8 @@ def _publisher(publish: str | None, replay: str | None, topic: str) -> KVPublish
     if config.open_to_others:
         print("shoal: block events tell what others have asked to whoever reaches their port; no key", file=sys.stderr)
     publisher = KVPublisher(config)
-    note(f"block events are on {publisher.publish_address}, sent again on {publisher.replay_address or 'no address'}")
+    again = "" if publisher.replay_address is None else f", missed ones on {publisher.replay_address}"
+    print(f"block events on {publisher.publish_address}{again}", flush=True)
     return publisher
 
 

@@ -10,16 +10,35 @@ from typing import Any
 
 from shoal.errors import BackendError
 
+_BINDING = Path(__file__).parent / "csrc" / "binding.cpp"
+"""What Python and the extension say to each other; where a checkout is installed, for wheels have no sources."""
+
 
 def load_core() -> Any:
-    """The compiled extension. `BackendError` when this installation has none."""
+    """The compiled extension. `BackendError` when this installation has none, or one of other sources."""
     try:
-        return importlib.import_module("shoal.runners.native._core")
+        core = importlib.import_module("shoal.runners.native._core")
     except ImportError as error:
         raise BackendError(
             f"the native kernels are not built ({error})",
             hint="install a C++ compiler and reinstall shoal, or use runner='openvino'",
         ) from error
+    built, wanted = getattr(core, "binding", "none"), _binding_hash()
+    if wanted not in (built, None):
+        raise BackendError(
+            "the native kernels were built from other sources than these: build them again with "
+            "`python scripts/native_build.py`",
+            value=built,
+            limit=wanted,
+            hint="python scripts/native_build.py, or use runner='openvino'",
+        )
+    return core
+
+
+@functools.cache
+def _binding_hash() -> str | None:
+    """Of the sources beside this file; None where there are none."""
+    return hashlib.sha256(_BINDING.read_bytes()).hexdigest() if _BINDING.exists() else None
 
 
 @functools.cache

@@ -203,6 +203,8 @@ void check_size(size_t given, size_t bytes) {
 
 NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // an engine still open when the interpreter ends is no bug of ours
+    // Of which binding.cpp this was compiled: a hash.
+    m.attr("binding") = SHOAL_BINDING;
     nb::exception<PlanError>(m, "PlanError", PyExc_ValueError);
     auto format = nb::exception<FormatError>(m, "FormatError", PyExc_ValueError);
     nb::exception<DamagedError>(m, "DamagedError", format);
