@@ -57,7 +57,7 @@ def check_tiny() -> list[dict[str, Any]]:
         {"heads": 6, "kv_heads": 2},
         {"eight": True},
         {"layers": 4, "nets": (2, 4, 128, 128)},
-        {"kind": "Q4_K", "dim": 256, "nets": (1, 4, 48, 64), "mixture": {"experts": 8, "used": 2, "shared": True}},
+        {"kind": "Q8_0", "dim": 256, "nets": (1, 4, 48, 64), "mixture": {"experts": 8, "used": 2, "shared": True}},
         {"eight": True, "nets": (2, 4, 64, 128)},
         {"eight": True, "window": 40, "sinks": True},
         {"mixture": {"experts": 8, "used": 2}},

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from shoal.bench.drafting import Simulation, calculated, replayed, table
-from shoal.bench.hindsight import PassCost, Proposal, Text, best_lengths_ms, foresight_ms, lengths_ms, proposals
+from shoal.bench.drafting import DraftSimulation, calculated, replayed, table
+from shoal.bench.hindsight import PassCost, Proposal, WrittenText, best_lengths_ms, foresight_ms, lengths_ms, proposals
 
 COSTS = {
     "wide": {1: 2.7, 2: 3.2, 4: 3.8, 8: 4.8, 16: 9.0},  # two Zen 4 cores, 135M
@@ -20,7 +20,7 @@ def cost_of(name: str, streams: int) -> PassCost:
     return PassCost({str(streams): COSTS[name]}, streams)
 
 
-def copied(rng: random.Random, slips: float) -> Text:
+def copied(rng: random.Random, slips: float) -> WrittenText:
     """A text and its copy, which leaves it now and then: another word, one left out, one put in."""
     prompt = [rng.randrange(100, 4000) for _ in range(220)]
     output, at = list[int](), 0
@@ -29,15 +29,15 @@ def copied(rng: random.Random, slips: float) -> Text:
         if slip != "out":
             output.append(prompt[at] if not slip else rng.randrange(100, 4000))
         at += slip != "in"
-    return Text(tuple(prompt), tuple(output))
+    return WrittenText(tuple(prompt), tuple(output))
 
 
-def told(rng: random.Random) -> Text:
+def told(rng: random.Random) -> WrittenText:
     """A text of few words in no order: pairs of them come again, and what follows is seldom the same."""
-    return Text(tuple(rng.randrange(40) for _ in range(60)), tuple(rng.randrange(40) for _ in range(180)))
+    return WrittenText(tuple(rng.randrange(40) for _ in range(60)), tuple(rng.randrange(40) for _ in range(180)))
 
 
-def rounds(seed: int, streams: int, slips: float | None) -> list[list[Text]]:
+def rounds(seed: int, streams: int, slips: float | None) -> list[list[WrittenText]]:
     rng = random.Random(seed)
     count = 6 if streams == 1 else 3
     return [[told(rng) if slips is None else copied(rng, slips) for _ in range(streams)] for _ in range(count)]
@@ -47,7 +47,7 @@ def rounds(seed: int, streams: int, slips: float | None) -> list[list[Text]]:
 @pytest.mark.parametrize("name", COSTS)
 def test_lengths_come_near_the_best_and_nothing_is_lost_where_nothing_is_copied(name: str, streams: int) -> None:
     cost = cost_of(name, streams)
-    simulation = Simulation(cost)
+    simulation = DraftSimulation(cost)
     for seed, slips in enumerate((0.03, 0.15, None, 0.03)):  # one engine: what it learned is no harm to the next
         figures = calculated(simulation, rounds(seed, streams, slips), cost, str(seed))
         if slips is None:  # six short texts behind texts that were copies: until that is noticed
@@ -66,7 +66,7 @@ def test_no_step_with_drafts_is_longer_than_the_stall_bound_though_its_rows_were
         longest = max(longest, ms)
         return ms
 
-    drafted = Simulation(cost).run([copied(random.Random(1), 0.0)]).drafted
+    drafted = DraftSimulation(cost).run([copied(random.Random(1), 0.0)]).drafted
     assert drafted > 50
     assert 90.0 < longest < 150.0
 
@@ -74,8 +74,8 @@ def test_no_step_with_drafts_is_longer_than_the_stall_bound_though_its_rows_were
 def test_a_simulated_engine_writes_its_texts_and_counts_what_it_did() -> None:
     texts = [copied(random.Random(seed), 0.05) for seed in range(3)]
     fed = sum(len(text.output) - 1 for text in texts)
-    plain = Simulation(cost_of("large", 1), speculation=False).run(texts)
-    ours = Simulation(cost_of("large", 1)).run(texts)
+    plain = DraftSimulation(cost_of("large", 1), speculation=False).run(texts)
+    ours = DraftSimulation(cost_of("large", 1)).run(texts)
     assert (plain.steps, plain.drafted) == (max(len(text.output) for text in texts) - 1, 0)
     assert 0 < ours.accepted <= ours.drafted
     assert ours.steps < plain.steps
@@ -85,7 +85,7 @@ def test_a_simulated_engine_writes_its_texts_and_counts_what_it_did() -> None:
 
 def test_what_could_be_drafted_is_what_the_drafter_proposes() -> None:
     prompt = (10, 11, 12, 13, 14, 15, 16, 1, 2)
-    (found,) = proposals([Text(prompt, (10, 11, 12, 99, 13, 14, 15, 16))])
+    (found,) = proposals([WrittenText(prompt, (10, 11, 12, 99, 13, 14, 15, 16))])
     assert found[0] == Proposal(0, 0, 0)  # one token agrees: too few
     assert (found[1].there, found[1].right) == (5, 1)  # behind 10, 11: 12 and then another
     assert (found[2].there, found[2].right) == (4, 0)

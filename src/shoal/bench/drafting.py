@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.bench.hindsight import PassCost, Text, best_lengths_ms, foresight_ms, proposals
+from shoal.bench.hindsight import PassCost, WrittenText, best_lengths_ms, foresight_ms, proposals
 from shoal.config import EngineConfig
 from shoal.core.commands import Add, Commit, JudgedTokens, Schedule
 from shoal.core.request import RequestSpec
@@ -28,7 +28,7 @@ Cost = Callable[[int], float]
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulatedSteps:
     """What the steps that only decode came to."""
 
     ms: float = 0.0
@@ -36,7 +36,7 @@ class Outcome:
     drafted: int = 0
     accepted: int = 0
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: SimulatedSteps) -> None:
         """Add another run's."""
         self.ms += other.ms
         self.steps += other.steps
@@ -44,11 +44,11 @@ class Outcome:
         self.accepted += other.accepted
 
 
-class Simulation:
+class DraftSimulation:
     """One scheduler that serves recorded texts, one group after another, as an engine would that runs on.
 
     `cost` tells the ms of a pass by its rows, and may be replaced between two groups. The scheduler is told times that
-    spread around that, so that what it learns is as uncertain as in life; an `Outcome` has what `cost` says.
+    spread around that, so that what it learns is as uncertain as in life; a `SimulatedSteps` has what `cost` says.
     """
 
     def __init__(self, cost: Cost, *, speculation: bool = True, max_rows: int = 64) -> None:
@@ -65,7 +65,7 @@ class Simulation:
         self._now = 0.0
         self._ids = 0
 
-    def run(self, texts: Sequence[Text], namespace: str = "", *, temperature: float = 0.0) -> Outcome:
+    def run(self, texts: Sequence[WrittenText], namespace: str = "", *, temperature: float = 0.0) -> SimulatedSteps:
         """Write these texts side by side, each of one token or more."""
         whole = {}
         for text in texts:
@@ -75,7 +75,7 @@ class Simulation:
             whole[self._ids] = (*text.prompt, *text.output)
             self.scheduler.apply(Add(self._ids, request, self._now))
         drafted, accepted = self.scheduler.drafted, self.scheduler.accepted
-        outcome = Outcome()
+        outcome = SimulatedSteps()
         while not self.scheduler.idle:
             plan = self.scheduler.apply(Schedule(self._now))
             assert plan is not None
@@ -86,7 +86,7 @@ class Simulation:
         outcome.accepted = self.scheduler.accepted - accepted
         return outcome
 
-    def _step(self, plan: StepPlan, whole: Mapping[int, tuple[int, ...]], outcome: Outcome) -> None:
+    def _step(self, plan: StepPlan, whole: Mapping[int, tuple[int, ...]], outcome: SimulatedSteps) -> None:
         outcomes, decodes = {}, True
         for item in plan.sequences:
             seq = self.scheduler.sequence(item.seq_id)
@@ -111,19 +111,23 @@ class Simulation:
 
 
 def calculated(
-    simulation: Simulation, groups: Sequence[Sequence[Text]], cost: PassCost, name: str, temperature: float = 0.0
+    simulation: DraftSimulation,
+    groups: Sequence[Sequence[WrittenText]],
+    cost: PassCost,
+    name: str,
+    temperature: float = 0.0,
 ) -> dict[str, float]:
     """Times plain of one level, whose rounds are `groups`: with our lengths, the best ones, and foresight.
 
     `simulation` may have served other levels, as an engine has. All with the same cost of passes.
     """
     groups = [texts for group in groups if (texts := [text for text in group if text.output])]
-    simulation.cost, ours = cost, Outcome()
+    simulation.cost, ours = cost, SimulatedSteps()
     for number, group in enumerate(groups):
         outcome = simulation.run(group, f"{name} {number}", temperature=temperature)
         ours.add(outcome)
     found = [proposals(group) for group in groups]
-    plain = sum(Simulation(cost, speculation=False).run(group).ms for group in groups)
+    plain = sum(DraftSimulation(cost, speculation=False).run(group).ms for group in groups)
     fixed, best = best_lengths_ms(found, cost)
     foresight = sum(foresight_ms(each, cost) for each in found)
     times = {"ours": ours.ms, "best_fixed": fixed, "best_lengths": best, "foresight": foresight}
@@ -135,13 +139,13 @@ def replayed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     One simulation serves the levels of a model in their order, as the measured engine did.
     """
-    simulations: dict[str, Simulation] = {}
+    simulations: dict[str, DraftSimulation] = {}
     rows = []
     for level in document["levels"]:
         cost = PassCost(document["costs_ms"][level["model"]], level["streams"])
         if level["model"] not in simulations:
-            simulations[level["model"]] = Simulation(cost)
-        groups = [[Text(tuple(prompt), tuple(output)) for prompt, output in group] for group in level["texts"]]
+            simulations[level["model"]] = DraftSimulation(cost)
+        groups = [[WrittenText(tuple(prompt), tuple(output)) for prompt, output in group] for group in level["texts"]]
         figures = calculated(simulations[level["model"]], groups, cost, level["level"], level["temperature"])
         rows.append({"level": level["level"], **figures})
     return rows

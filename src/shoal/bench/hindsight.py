@@ -30,7 +30,7 @@ _MOST_MS = Pacer(EngineConfig().max_stall_ms).most_ms  # of a pass with drafts
 _CONTEXT = 512  # tokens before the rows of a timed step
 
 
-class Text(NamedTuple):
+class WrittenText(NamedTuple):
     """A prompt and what a model wrote behind it, in tokens."""
 
     prompt: tuple[int, ...]
@@ -124,7 +124,7 @@ class Proposal(NamedTuple):
     bucket: int
 
 
-def proposals(texts: Sequence[Text]) -> list[list[Proposal]]:
+def proposals(texts: Sequence[WrittenText]) -> list[list[Proposal]]:
     """Of streams side by side, a token each at a time: what could be drafted behind each output token but the last."""
     drafter, found = Drafter(_MOST_ROWS), [list[Proposal]() for _ in texts]
     seqs = [

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.hindsight import Text, step_costs
+from shoal.bench.hindsight import WrittenText, step_costs
 from shoal.bench.shapes import write_shape
 from shoal.bench.workloads import TEXT
 from shoal.config import EngineConfig
@@ -135,7 +135,7 @@ class MeasuredLevel:
     level: TaskLevel
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
     results: list[Result] = field(default_factory=list)  # of all rounds, with speculation
-    texts: list[list[Text]] = field(default_factory=list)  # by round
+    texts: list[list[WrittenText]] = field(default_factory=list)  # by round
 
     @property
     def gain(self) -> float:
@@ -249,7 +249,9 @@ class SpeculationBench:
                 if on:
                     measured.results += report.results
                     prompts = [tuple(engines[on].tokenize(request)) for request in requests]
-                    measured.texts.append([Text(p, r.tokens) for p, r in zip(prompts, report.results, strict=True)])
+                    measured.texts.append(
+                        [WrittenText(p, r.tokens) for p, r in zip(prompts, report.results, strict=True)]
+                    )
             if outputs[True] != outputs[False]:
                 raise BenchmarkError(f"{level.name}: what was written differs with speculation", value=number)
         self._tell(f"{level.name}: {measured.gain:.2f} times plain, bar {level.bar}")

@@ -230,7 +230,7 @@ def product(
 
 @triton.jit
 def _segment_rows(x, row, k, K: tl.constexpr, KS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Inputs k .. k + BK - 1 of each of S segments of rows `row` [BM], bf16 [S, BK, BM]."""
+    """Inputs k .. k + BK - 1 of each of S segments of KS, rows `row` [BM] of x: bf16 [S, BK, BM]."""
     i = tl.arange(0, S * BK)
     at = i // BK * KS + k + i % BK
     return tl.load(x + row[None, :] * K + at[:, None]).reshape([S, BK, BM])
@@ -238,56 +238,49 @@ def _segment_rows(x, row, k, K: tl.constexpr, KS: tl.constexpr, S: tl.constexpr,
 
 @triton.jit
 def product_few(
-    x, w, scales, supers, bias, out, M, ld,
-    N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, SPLITK: tl.constexpr, FORM: tl.constexpr, EPI: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LOADS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, bias, out, M, ld,
+    N: tl.constexpr, K: tl.constexpr, EPI: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LOADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`product` of at most BM rows, for STORE, PARTS and GATED: all weights of a program are asked for before it waits
-    for x, and its segments are summed side by side. Programs: (tiles of N, 1, SPLITK); LOADS * BK is a segment.
+    """`product` of at most BM rows with weights in bf16, for STORE, PARTS (one) and GATED. One program a tile of N.
+
+    All weights of a program are asked for before it waits for x; its four segments, each LOADS * BK inputs, are summed
+    side by side.
     """
     if PDL:
         gdc_launch_dependents()
-    tile, ps = tl.program_id(0), tl.program_id(2)
-    S: tl.constexpr = SEGS // SPLITK
-    KS: tl.constexpr = K // SEGS
-    R: tl.constexpr = S * BN
-    r = tl.arange(0, R)
+    tile = tl.program_id(0)
+    S: tl.constexpr = 4
+    KS: tl.constexpr = K // S
+    r = tl.arange(0, S * BN)
     j = r % BN
     if EPI == GATED:
         n = tl.minimum(tile * (BN // 2) + j % (BN // 2), N - 1) + tl.where(j < BN // 2, 0, N)
     else:
         n = tl.minimum(tile * BN + j, N - 1)
-    base = n.to(tl.int64) * K + (ps * S + r // BN) * KS
-    w0 = _weights(w, scales, supers, base, FORM, R, BK)
+    base = (n.to(tl.int64) * K + r // BN * KS)[:, None] + tl.arange(0, BK)[None, :]
+    w0 = tl.load(w + base)
     if LOADS > 1:
-        w1 = _weights(w, scales, supers, base + BK, FORM, R, BK)
+        w1 = tl.load(w + base + BK)
     if LOADS > 2:
-        w2 = _weights(w, scales, supers, base + 2 * BK, FORM, R, BK)
+        w2 = tl.load(w + base + 2 * BK)
     if LOADS > 3:
-        w3 = _weights(w, scales, supers, base + 3 * BK, FORM, R, BK)
+        w3 = tl.load(w + base + 3 * BK)
     m = tl.arange(0, BM)
     row = tl.minimum(m, M - 1)
-    k = ps * S * KS
     if PDL:
         gdc_wait()
-    acc = tl.dot(w0.reshape([S, BN, BK]), _segment_rows(x, row, k, K, KS, S, BM, BK))
+    acc = tl.dot(w0.reshape([S, BN, BK]), _segment_rows(x, row, 0, K, KS, S, BM, BK))
     if LOADS > 1:
-        acc = tl.dot(w1.reshape([S, BN, BK]), _segment_rows(x, row, k + BK, K, KS, S, BM, BK), acc)
+        acc = tl.dot(w1.reshape([S, BN, BK]), _segment_rows(x, row, BK, K, KS, S, BM, BK), acc)
     if LOADS > 2:
-        acc = tl.dot(w2.reshape([S, BN, BK]), _segment_rows(x, row, k + 2 * BK, K, KS, S, BM, BK), acc)
+        acc = tl.dot(w2.reshape([S, BN, BK]), _segment_rows(x, row, 2 * BK, K, KS, S, BM, BK), acc)
     if LOADS > 3:
-        acc = tl.dot(w3.reshape([S, BN, BK]), _segment_rows(x, row, k + 3 * BK, K, KS, S, BM, BK), acc)
-    if S == 4:
-        even, odd = acc.reshape([2, 2, BN, BM]).permute(2, 3, 0, 1).split()
-        s0, s2 = even.split()
-        s1, s3 = odd.split()
-        total = 0.0 + s0 + s1 + s2 + s3
-    elif S == 2:
-        s0, s1 = acc.permute(1, 2, 0).split()
-        total = 0.0 + s0 + s1
-    else:
-        total = 0.0 + acc.reshape([BN, BM])
+        acc = tl.dot(w3.reshape([S, BN, BK]), _segment_rows(x, row, 3 * BK, K, KS, S, BM, BK), acc)
+    even, odd = acc.reshape([2, 2, BN, BM]).permute(2, 3, 0, 1).split()
+    s0, s2 = even.split()
+    s1, s3 = odd.split()
+    total = 0.0 + s0 + s1 + s2 + s3
     if EPI == GATED:
         gate, up = total.reshape([2, BN // 2, BM]).permute(1, 2, 0).split()
         inner = tile * (BN // 2) + tl.arange(0, BN // 2)
@@ -302,7 +295,7 @@ def product_few(
         if EPI == STORE:
             tl.store(out + here, total.to(tl.bfloat16), mask=ok)
         else:
-            tl.store(out + ps * M * N + here, total, mask=ok)
+            tl.store(out + here, total, mask=ok)
 
 
 @triton.jit

@@ -43,10 +43,9 @@ def product(
     few = few_of(w, rows, gated) if epilogue != k.PICK and shares is None else None
     if few is not None:
         bn, load, warps = few
-        k.product_few[(triton.cdiv(w.n, bn), 1, 1)](
-            *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, out, rows, ld or n),
-            *(n, w.k, segments, 1, w.form, epilogue, bias is not None, act, 16, bn, load, w.k // segments // load),
-            dependent,
+        k.product_few[(triton.cdiv(w.n, bn),)](
+            *(x, w.data, w.data if bias is None else bias, out, rows, ld or n),
+            *(n, w.k, epilogue, bias is not None, act, 16, bn, load, w.k // segments // load, dependent),
             num_warps=warps,
             launch_pdl=dependent,
             enable_fp_fusion=False,
@@ -77,12 +76,15 @@ def segments_of(inputs: int) -> int:
 
 
 def few_of(w: Matrix, rows: int, gated: bool) -> tuple[int, int, int] | None:
-    """Outputs of a program of `product_few`, inputs of one load, and warps; None where `product` is as fast.
+    """Outputs of a program of `product_few`, inputs of one load, and warps; None where `product` is as fast or must be.
 
-    A program asks for all its weights at once: so many must fit its registers.
+    A program asks for all its weights at once: so many must fit its registers. Only bf16 weights: what was unpacked
+    reaches the small instruction with its inputs in another order than the large one (seen on an H200: the last bit).
     """
     segment = w.k // segments_of(w.k)
-    if rows > 16 or segments_of(w.k) != 4 or segment % 256 or segment > 1024 or (rows > 2 and segment > 512):
+    if w.form != k.BF16 or rows > 16 or segments_of(w.k) != 4:
+        return None
+    if segment % 256 or segment > 1024 or (rows > 2 and segment > 512):
         return None
     if segment == 256:
         return 32, 256, 4
