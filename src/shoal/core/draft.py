@@ -39,6 +39,7 @@ _RECENT = 0.9  # of what a sequence's drafts were worth, the share that is left 
 _LEVELS = 5  # of that: not known yet, and from the worst to the best quarter
 
 _OWN, _HISTORY, _PREDICTION = range(3)  # where a draft is from
+_KINDS = 3
 BUCKET_OF = (0, 0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 6)  # of lengths of agreement
 BUCKETS = BUCKET_OF[-1] + 1
 _AGREED = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9)  # chance that the next token is right, before anything was seen
@@ -62,15 +63,16 @@ def why_not(spec: ModelSpec) -> str | None:
 class Odds:
     """How often the next token was what a text said it would be, in all sequences, apart by what could be seen before.
 
-    A bucket is where the draft was from, how well its sequence's last drafts did, and how much of the end agreed.
+    A bucket is whether tokens are drawn or the most likely ones, where the draft was from, how well its sequence's last
+    drafts did, and how much of the end agreed.
     Older observations count less: `_MEMORY` is the share that is left of one after the next in its bucket.
     """
 
     __slots__ = ("hits", "seen")
 
     def __init__(self) -> None:
-        self.hits = [0.0] * (3 * _LEVELS * BUCKETS)
-        self.seen = [0.0] * (3 * _LEVELS * BUCKETS)
+        self.hits = [0.0] * (2 * _KINDS * _LEVELS * BUCKETS)
+        self.seen = [0.0] * (2 * _KINDS * _LEVELS * BUCKETS)
 
     def note(self, bucket: int, right: bool) -> None:
         """One more observation."""
@@ -104,7 +106,7 @@ class Draft:
     """
 
     __slots__ = (
-        "at", "foretold", "given", "history", "kind", "length", "level", "own", "predicted", "right", "seen",
+        "at", "drawn", "foretold", "given", "history", "kind", "length", "level", "own", "predicted", "right", "seen",
         "source", "taken",
     )  # fmt: skip
 
@@ -113,6 +115,7 @@ class Draft:
         self.own = Suffixes((*predicted, *seq.spec.prompt))
         self.predicted = len(predicted)
         self.history = history
+        self.drawn = 0 if seq.want[0] is Want.ARGMAX else _KINDS  # where its kinds of buckets begin
         self.right = self.seen = 0.0  # of its drafts, whether taken or not, the last ones most
         self.level = 0
         self.foretold = 0  # output tokens that stood in the prediction where they were expected
@@ -140,7 +143,8 @@ class Draft:
             at, right = self.at, False
             if at >= 0:
                 right = self.source.tokens[at] == token
-                odds.note((self.kind * _LEVELS + self.level) * BUCKETS + BUCKET_OF[self.length], right)
+                kind = self.kind + self.drawn
+                odds.note((kind * _LEVELS + self.level) * BUCKETS + BUCKET_OF[self.length], right)
                 self.right = self.right * _RECENT + right
                 self.seen = self.seen * _RECENT + 1.0
                 if self.level or self.seen > 1.5:
@@ -163,7 +167,7 @@ class Draft:
         """How likely the drafted token `depth` (0: the first) is right when those before it are."""
         length = self.length + depth
         place = self.level * BUCKETS + BUCKET_OF[length if length < LONGEST else LONGEST]
-        bucket = self.kind * _LEVELS * BUCKETS + place
+        bucket = (self.kind + self.drawn) * _LEVELS * BUCKETS + place
         return (odds.hits[bucket] + 2 * _FIRST[place]) / (odds.seen[bucket] + 2)
 
 
