@@ -20,7 +20,7 @@ def resident() -> int:
 
 def test_after_a_crowd_nothing_is_left_and_memory_is_flat() -> None:
     with Live(toy(step_s=0.002, max_batch=8)) as live:
-        asyncio.run(crowd(live.url, 64, 2, BODY))
+        first = asyncio.run(crowd(live.url, 64, 2, BODY))
         live.wait_idle()
         before = resident()
         ends = asyncio.run(crowd(live.url, 64, 4, BODY, seed=1))
@@ -30,5 +30,6 @@ def test_after_a_crowd_nothing_is_left_and_memory_is_flat() -> None:
     assert ends["vanished"] > 20
     assert ends["200"] >= 32 * 4
     assert set(ends) <= {"200", "vanished"}, ends
-    assert stats.finished <= 64 * 6
+    # A call is one request, and what was answered may have its next turn prepared where nothing else is to do.
+    assert stats.finished <= 64 * 6 + first["200"] + ends["200"]
     assert grown < 30e6, f"{grown / 1e6:.1f} MB"
