@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.errors import EngineClosedError
+from shoal.errors import EngineClosedError, InvalidRequestError
 from shoal.types import FinishReason, Message, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
@@ -102,8 +102,14 @@ def _round(
 
 
 def _fork(handle: Handle) -> list[Handle]:
-    event = next(iter(handle))
-    return [] if event.finished else handle.fork(1)
+    """Its branch once it writes; none where it has ended before it could be branched."""
+    next(iter(handle))
+    try:
+        return handle.fork(1)
+    except InvalidRequestError:
+        if handle.state != "finished":
+            raise
+        return []
 
 
 def _sound(result: Result) -> Result:
