@@ -235,8 +235,6 @@ class Drafter:
         `planned` has an entry for each sequence, which may be replaced. At most `most` tokens are drafted, and into no
         more than `spare` new blocks: nothing is preempted for a draft.
         """
-        if not any(seq.draft is not None and seq.draft.at >= 0 for seq in decoding):
-            return False
         times = pacer.times(greedy=all(item.want is Want.ARGMAX for item in planned))
         if not times.known:
             return False
