@@ -252,6 +252,11 @@ class DeltaNet:
     out: Linear
     l2_eps: float
 
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:

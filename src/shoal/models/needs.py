@@ -52,8 +52,7 @@ def _state_elements(layer: Layer) -> int:
     """Elements of the state that a layer keeps of a sequence: its matrices, and the last inputs of its convolution."""
     mixer = layer.mixer
     if isinstance(mixer, DeltaNet):
-        channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
-        return mixer.value_heads * mixer.key_dim * mixer.value_dim + channels * (mixer.kernel - 1)
+        return mixer.value_heads * mixer.key_dim * mixer.value_dim + mixer.channels * (mixer.kernel - 1)
     if isinstance(mixer, Mamba2):
         channels = mixer.heads * mixer.head_dim + 2 * mixer.groups * mixer.state
         return mixer.heads * mixer.head_dim * mixer.state + channels * (mixer.kernel - 1)

@@ -115,16 +115,12 @@ def _mixer_bytes(mixer: Mixer | None, kind: type[Attention | DeltaNet]) -> int:
         gates = 2 * mixer.heads * mixer.key_dim if mixer.gate is not None else 0
         return 4 * (2 * mixer.heads + mixer.kv_heads) * mixer.key_dim + gates
     if isinstance(mixer, DeltaNet) and kind is DeltaNet:
-        return 4 * (_channels(mixer) + 6 * mixer.value_heads) + 8 * mixer.value_heads * mixer.value_dim
+        return 4 * (mixer.channels + 6 * mixer.value_heads) + 8 * mixer.value_heads * mixer.value_dim
     return 0
 
 
-def _channels(net: DeltaNet) -> int:
-    return 2 * net.key_heads * net.key_dim + net.value_heads * net.value_dim
-
-
 def _state_of(net: DeltaNet) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (net.kernel - 1, _channels(net)), (net.value_heads, net.key_dim, net.value_dim)
+    return (net.kernel - 1, net.channels), (net.value_heads, net.key_dim, net.value_dim)
 
 
 def state_shapes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
