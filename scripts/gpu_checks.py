@@ -6,6 +6,29 @@ from typing import Any
 
 from gpu_common import plan_of, runner_of, seq
 
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"kind": "Q4_K", "bias": True},
+    {"window": 40, "sinks": True, "post_norms": True, "qk_norm": False},
+    {"kind": "Q6_K"},
+    {"kind": "Q4_0", "soft_cap": 20.0},
+    {"kind": "Q8_0", "heads": 8, "kv_heads": 1},
+    {"heads": 6, "kv_heads": 2},
+    {"eight": True},
+    {"layers": 4, "nets": (2, 4, 128, 128)},
+    {"kind": "Q8_0", "dim": 256, "nets": (1, 4, 48, 64), "mixture": {"experts": 8, "used": 2, "shared": True}},
+    {"eight": True, "nets": (2, 4, 64, 128)},
+    {"eight": True, "window": 40, "sinks": True},
+    {"mixture": {"experts": 8, "used": 2}},
+    {"kind": "Q4_K", "mixture": {"experts": 8, "used": 4, "shared": True, "gated": True}},
+    {"mixture": {"experts": 6, "used": 3, "scoring": "sigmoid", "selection": True, "scale": 1.5}},
+    {
+        **{"bias": True, "sinks": True},
+        "mixture": {"experts": 8, "used": 4, "scoring": "chosen", "activation": "swiglu_clipped"},
+    },
+]
+"""Of tiny decoders, what `check_tiny` goes through."""
+
 
 def check_products() -> list[str]:
     """Forms and sizes of a weight whose product differs between numbers of rows, or from a float32 product."""
@@ -47,29 +70,8 @@ def check_tiny() -> list[dict[str, Any]]:
 
     from shoal.models import oracle
 
-    forms: list[dict[str, Any]] = [
-        {},
-        {"kind": "Q4_K", "bias": True},
-        {"window": 40, "sinks": True, "post_norms": True, "qk_norm": False},
-        {"kind": "Q6_K"},
-        {"kind": "Q4_0", "soft_cap": 20.0},
-        {"kind": "Q8_0", "heads": 8, "kv_heads": 1},
-        {"heads": 6, "kv_heads": 2},
-        {"eight": True},
-        {"layers": 4, "nets": (2, 4, 128, 128)},
-        {"kind": "Q8_0", "dim": 256, "nets": (1, 4, 48, 64), "mixture": {"experts": 8, "used": 2, "shared": True}},
-        {"eight": True, "nets": (2, 4, 64, 128)},
-        {"eight": True, "window": 40, "sinks": True},
-        {"mixture": {"experts": 8, "used": 2}},
-        {"kind": "Q4_K", "mixture": {"experts": 8, "used": 4, "shared": True, "gated": True}},
-        {"mixture": {"experts": 6, "used": 3, "scoring": "sigmoid", "selection": True, "scale": 1.5}},
-        {
-            **{"bias": True, "sinks": True},
-            "mixture": {"experts": 8, "used": 4, "scoring": "chosen", "activation": "swiglu_clipped"},
-        },
-    ]
     found = []
-    for form in forms:
+    for form in FORMS:
         decoder = tiny_decoder(**{name: value for name, value in form.items() if name != "eight"})
         runner = runner_of(decoder, blocks=512, slots=32, rows=512, eight=form.get("eight", False))
         prompt, *others = prompts(1, [400, *range(130, 300, 5)])

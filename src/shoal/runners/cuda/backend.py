@@ -120,16 +120,8 @@ def load_decoder(
     if blocks < 1:
         raise ConfigError(f"kv_memory is {kv_bytes:,} bytes", value=kv_bytes, limit=per_block + state, hint="raise it")
     try:
-        model = upload(
-            decoder,
-            target,
-            blocks,
-            decoder.context_length,
-            bucket(slots),
-            eight=eight,
-            places=max_batch,
-            checkpoints=checkpoints,
-        )
+        context, states = decoder.context_length, (max_batch, checkpoints)
+        model = upload(decoder, target, blocks, context, bucket(slots), eight=eight, states=states)
     except torch.cuda.OutOfMemoryError as error:
         raise BackendError(
             f"{device} ran out of memory while {decoder.name} was loaded",

@@ -163,6 +163,16 @@ def activated(gate, up, ACT: tl.constexpr):
 
 
 @triton.jit
+def _store_gated(out, total, tile, m, M, ld, N: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """out bf16 [M, ld]: activation(gate) * up of the sums [BN, BM], whose first half are gates."""
+    gate, up = total.reshape([2, BN // 2, BM]).permute(1, 2, 0).split()
+    inner = tile * (BN // 2) + tl.arange(0, BN // 2)
+    place = m[None, :].to(tl.int64) * ld + inner[:, None]
+    inside = (m < M)[None, :] & (inner < N)[:, None]
+    tl.store(out + place, activated(gate, up, ACT).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
 def product(
     x, w, scales, supers, bias, shares, out, best, best_at, M, ld, cap, logit_scale,
     N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, SPLITK: tl.constexpr, FORM: tl.constexpr, EPI: tl.constexpr,
@@ -200,11 +210,7 @@ def product(
     if SHARED:
         total = total * tl.load(shares + row)[None, :]
     if EPI == GATED:
-        gate, up = total.reshape([2, BN // 2, BM]).permute(1, 2, 0).split()
-        inner = tile * (BN // 2) + tl.arange(0, BN // 2)
-        place = m[None, :].to(tl.int64) * ld + inner[:, None]
-        inside = (m < M)[None, :] & (inner < N)[:, None]
-        tl.store(out + place, activated(gate, up, ACT).to(tl.bfloat16), mask=inside)
+        _store_gated(out, total, tile, m, M, ld, N, ACT, BM, BN)
     else:
         here = m[None, :].to(tl.int64) * ld + n[:, None]
         ok = (m < M)[None, :] & (n < N)[:, None]
@@ -282,20 +288,14 @@ def product_few(
     s1, s3 = odd.split()
     total = 0.0 + s0 + s1 + s2 + s3
     if EPI == GATED:
-        gate, up = total.reshape([2, BN // 2, BM]).permute(1, 2, 0).split()
-        inner = tile * (BN // 2) + tl.arange(0, BN // 2)
-        inside = (m < M)[None, :] & (inner < N)[:, None]
-        tl.store(out + m[None, :] * ld + inner[:, None], activated(gate, up, ACT).to(tl.bfloat16), mask=inside)
+        _store_gated(out, total, tile, m, M, ld, N, ACT, BM, BN)
     else:
         o = tile * BN + tl.arange(0, BN)
         if BIAS:
             total = total + tl.load(bias + o, mask=o < N, other=0.0)[:, None]
         here = m[None, :] * ld + o[:, None]
         ok = (m < M)[None, :] & (o < N)[:, None]
-        if EPI == STORE:
-            tl.store(out + here, total.to(tl.bfloat16), mask=ok)
-        else:
-            tl.store(out + here, total, mask=ok)
+        tl.store(out + here, total.to(out.dtype.element_ty), mask=ok)  # STORE: bf16, PARTS: float32
 
 
 @triton.jit

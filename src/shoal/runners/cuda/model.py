@@ -152,27 +152,26 @@ def upload(
     context: int,
     lone_rows: int,
     *,
-    eight: bool = False,
-    places: int = 0,
-    checkpoints: int = 0,
+    eight: bool,
+    states: tuple[int, int],
 ) -> DeviceModel:
     """Bring a decoder to the device, with KV of `blocks` blocks (and a spare one) and positions up to `context`.
 
-    `eight` keeps KV in 8 bits. Recurrent state has `places` and `checkpoints`, see `StateStore`.
+    `eight` keeps KV in 8 bits. `states` are the places and checkpoints of recurrent state, see `StateStore`.
     """
     attentions = [layer.mixer for layer in decoder.layers if isinstance(layer.mixer, Attention)]
     kv_heads, dim = attentions[0].kv_heads, attentions[0].key_dim  # all are alike: `refusal` saw to it
     kv = KVStore.empty((len(attentions), 2, blocks + 1, kv_heads, 32, dim), device, eight=eight)
     shapes = state_shapes(decoder)
-    states = None if shapes is None else StateStore.empty(*shapes, places, checkpoints, device)
+    store = None if shapes is None else StateStore.empty(*shapes, *states, device)
     tables: dict[tuple[tuple[float, ...], float], tuple[torch.Tensor, torch.Tensor]] = {}
     layers: list[DecoderLayer] = []
     factors = balances(decoder) if eight else {}
     made = 0  # layers with attention
     for number, layer in enumerate(decoder.layers):
         if isinstance(layer.mixer, DeltaNet):
-            assert states is not None
-            mixer: DeviceAttention | DeviceDelta = upload_delta(layer.mixer, states, number - made, device)
+            assert store is not None
+            mixer: DeviceAttention | DeviceDelta = upload_delta(layer.mixer, store, number - made, device)
         else:
             attention = layer.mixer
             assert isinstance(attention, Attention)
@@ -199,7 +198,7 @@ def upload(
         decoder.logit_scale,
         decoder.layers[0].residual_scale,
         kv,
-        states,
+        store,
         torch.zeros(lone_rows, dtype=torch.int32, device=device),
     )
 

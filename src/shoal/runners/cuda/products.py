@@ -12,6 +12,8 @@ from shoal.runners.cuda.weights import Matrix
 
 FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
 HEAD_N = 128  # tokens of the vocabulary that one program takes
+LEAST_ROWS = 16  # of x that an instruction takes: fewer are filled up
+FEW_LOAD = 256  # inputs of one load of `product_few`
 UNPACKING_STAGES = 3  # loads in flight where weights are unpacked: they wait in registers
 
 
@@ -42,10 +44,21 @@ def product(
     segments = segments_of(w.k)
     few = few_of(w, rows, gated) if epilogue != k.PICK and shares is None else None
     if few is not None:
-        bn, load, warps = few
+        bn, warps = few
         k.product_few[(triton.cdiv(w.n, bn),)](
             *(x, w.data, w.data if bias is None else bias, out, rows, ld or n),
-            *(n, w.k, epilogue, bias is not None, act, 16, bn, load, w.k // segments // load, dependent),
+            *(
+                n,
+                w.k,
+                epilogue,
+                bias is not None,
+                act,
+                LEAST_ROWS,
+                bn,
+                FEW_LOAD,
+                w.k // segments // FEW_LOAD,
+                dependent,
+            ),
             num_warps=warps,
             launch_pdl=dependent,
             enable_fp_fusion=False,
@@ -75,20 +88,20 @@ def segments_of(inputs: int) -> int:
     return next(s for s in (4, 2, 1) if inputs % (s * 64) == 0 or s == 1)
 
 
-def few_of(w: Matrix, rows: int, gated: bool) -> tuple[int, int, int] | None:
-    """Outputs of a program of `product_few`, inputs of one load, and warps; None where `product` is as fast or must be.
+def few_of(w: Matrix, rows: int, gated: bool) -> tuple[int, int] | None:
+    """Outputs of a program of `product_few`, and its warps; None where `product` is as fast or must be.
 
     A program asks for all its weights at once: so many must fit its registers. Only bf16 weights: what was unpacked
     reaches the small instruction with its inputs in another order than the large one (seen on an H200: the last bit).
     """
     segment = w.k // segments_of(w.k)
-    if w.form != k.BF16 or rows > 16 or segments_of(w.k) != 4:
+    if w.form != k.BF16 or rows > LEAST_ROWS or segments_of(w.k) != 4:
         return None
-    if segment % 256 or segment > 1024 or (rows > 2 and segment > 512):
+    if segment % FEW_LOAD or segment > 4 * FEW_LOAD or (rows > 2 and segment > 2 * FEW_LOAD):
         return None
-    if segment == 256:
-        return 32, 256, 4
-    return (32 if gated else 16), 256, 8
+    if segment == FEW_LOAD:
+        return 32, 4
+    return (32 if gated else 16), 8
 
 
 def load_of(inputs: int, rows: int) -> int:
@@ -105,7 +118,7 @@ def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
     order.
     """
     if rows <= 64:
-        few = max(16, triton.next_power_of_2(rows))
+        few = max(LEAST_ROWS, triton.next_power_of_2(rows))
         return (few, HEAD_N, 8, 3) if head else (few, 64, 4, 6 if few <= 32 else 4)
     if head:
         return 64, HEAD_N, 4, 4
