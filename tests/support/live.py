@@ -25,7 +25,9 @@ LETTERS = {str(token): 100 for token in range(ord("a"), ord("z") + 1)}
 
 
 def toy(step_s: float = 0.0, runner: FakeRunner | None = None, **settings: Any) -> Engine:
-    return Engine(lambda: runner or FakeRunner(step_s=step_s), ByteTokenizer(), EngineConfig(**settings))
+    """An engine on the toy model. Requests without a seed get the same ones in every run: some draw an early end."""
+    config = EngineConfig(**{"seed": 0, **settings})
+    return Engine(lambda: runner or FakeRunner(step_s=step_s), ByteTokenizer(), config)
 
 
 class Live:
