@@ -1,7 +1,7 @@
 """What looking drafts up and choosing them costs, by streams: alone, and beside a model's passes.
 
     python scripts/draft_cost.py RESULT                   of `shoal bench --scenario speculation`: its texts, no model
-    python scripts/draft_cost.py --rounds 12 story,1 ...  levels of that bench on the real model, on and off in turns
+    python scripts/draft_cost.py --rounds 24 story,1 ...  levels of that bench on the real model, on and off in turns
 
 Alone, everything a drafter touches is in the cache; between passes that read the weights little of it is.
 """
@@ -14,16 +14,18 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence as Seq
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.bench.drafting import DraftSimulation
 from shoal.bench.hindsight import PassCost, WrittenText
 from shoal.bench.speculation import LEVELS, SpeculationBench, TaskLevel
+from shoal.config import EngineConfig
 from shoal.core.draft import Drafter
 from shoal.core.scheduler import Scheduler
 from shoal.core.sequence import Sequence
+from shoal.engine.engine import Engine
 from shoal.engine.loading import open_model
 from shoal.types import StepRecord
 
@@ -43,8 +45,8 @@ class TimedDrafter(Drafter):
         finally:
             self._inside, self.seconds = False, self.seconds + time.perf_counter() - begin
 
-    def follow(self, seq: Sequence) -> None:
-        self._timed(super().follow, seq)
+    def follow(self, seq: Sequence, least: float = 0.0) -> None:
+        self._timed(super().follow, seq, least)
 
     def leave(self, seq: Sequence) -> None:
         self._timed(super().leave, seq)
@@ -97,41 +99,49 @@ def outside_us(steps: Seq[StepRecord]) -> float:
 
 
 def beside(levels: Seq[TaskLevel], rounds: int, model: str, threads: int | None) -> None:
-    """Each level `rounds` times with drafts and without, in turns."""
+    """Each level `rounds` times with drafts and without, in turns, on one engine: both read the same weights."""
     bench = SpeculationBench(model, "native", threads, print)
-    engines = bench._engines(partial(open_model, model), None)
-    drafter = time_drafter(engines[True]._loop.scheduler)
+    config = EngineConfig.of(runner="native", threads=threads, max_batch=32, prefix_sharing=False)
+    opened = open_model(model, config)
+    engine = Engine(opened.make_runner, opened.codec, config)
+    drafter = time_drafter(engine._loop.scheduler)
     print(f"{'workload, streams':20}{'us a step':>10}{'of a step':>10}{'times plain: quartiles':>24}{'typical':>9}"
           f"{'passes':>8}{'drafted':>9}{'right':>7}{'us outside of passes, off and on':>34}")  # fmt: skip
     for level in levels:
         done: dict[bool, list[StepRecord]] = {True: [], False: []}
-        before, ratios = drafter.seconds, []
+        spent, ratios = 0.0, []
         for number in range(rounds):
-            requests, seconds, outputs = bench._requests(level, number), {}, {}
+            outputs, seconds = {}, {}
             for on in (True, False) if number % 2 else (False, True):
-                report = engines[on].run(requests)
+                before = drafter.seconds
+                report = engine.run(
+                    [
+                        replace(request, sampling=replace(request.sampling, speculate=on))
+                        for request in bench._requests(level, number)
+                    ]
+                )
                 steps = [step for step in report.steps if step.decode_tokens and not step.prefill_tokens]
                 done[on] += steps
                 seconds[on] = sum(step.ms for step in steps)
                 outputs[on] = [result.tokens for result in report.results]
+                spent += (drafter.seconds - before) * on
             if outputs[True] != outputs[False]:
                 raise SystemExit(f"{level.name}: what was written differs with speculation")
             ratios.append(seconds[False] / seconds[True])
-        spent, total = drafter.seconds - before, sum(step.ms for step in done[True]) / 1e3
+        total = sum(step.ms for step in done[True]) / 1e3
         low, middle, high = statistics.quantiles(ratios, n=4)
         drafted, right = (sum(getattr(step, name) for step in done[True]) for name in ("drafted", "accepted"))
         print(f"{level.name:20}{spent / len(done[True]) * 1e6:10.1f}{spent / total:10.2%}"
               f"{low:10.3f}{middle:7.3f}{high:7.3f}{typical_s(done[False]) / typical_s(done[True]):9.3f}"
               f"{len(done[True]) / len(done[False]):8.3f}{drafted:9}{right:7}"
               f"{outside_us(done[False]):24.0f}{outside_us(done[True]):10.0f}", flush=True)  # fmt: skip
-    for engine in engines.values():
-        engine.close()
+    engine.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wanted", nargs="+", help="a result, or levels such as story,8")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
