@@ -19,27 +19,49 @@ struct Block {
     uint16_t d, m;
 };
 
-uint16_t half_at(const uint8_t* p) {
-    uint16_t h;
-    memcpy(&h, p, 2);
-    return h;
+template <class T>
+T load(const uint8_t* p) {
+    T x;
+    memcpy(&x, p, sizeof x);
+    return x;
 }
-uint32_t word_at(const uint8_t* p) {
-    uint32_t u;
-    memcpy(&u, p, 4);
-    return u;
+uint16_t half_at(const uint8_t* p) { return load<uint16_t>(p); }
+
+// Codes are cut out of and put into whole words of 64 bits, eight of them at once. Vectors of two are in every baseline, so this
+// needs no flags, and no compiler that finds them.
+typedef uint64_t Pair __attribute__((vector_size(16)));
+constexpr uint64_t kBytes = 0x0101010101010101;  // times n: n in each byte
+
+void put(uint8_t* p, Pair x) { memcpy(p, &x, sizeof x); }
+
+template <int kCodes>
+void nibbles(const uint8_t* q, uint8_t* codes) {  // so many low ones, then as many high ones
+    for (int i = 0; i < kCodes; i += 16) {
+        const Pair x = load<Pair>(q + i);
+        put(codes + i, x & 15 * kBytes), put(codes + kCodes + i, x >> 4 & 15 * kBytes);
+    }
 }
-void nibbles(const uint8_t* q, int n, uint8_t* codes) {  // n low ones, then n high ones
-    for (int i = 0; i < n; i++) codes[i] = q[i] & 15, codes[n + i] = q[i] >> 4;
+// Bits j * kBits .. of each of 32 bytes become bits kTo .. of codes 32 j + 0 .. 31, for kTimes of j.
+template <int kBits, int kTimes, int kTo>
+void upper_bits(const uint8_t* p, uint8_t* codes) {
+    for (int i = 0; i < 32; i += 16) {
+        Pair x = load<Pair>(p + i);
+        for (int j = 0; j < kTimes; j++, x >>= kBits) {
+            uint8_t* to = codes + 32 * j + i;
+            put(to, load<Pair>(to) | (x & ((1 << kBits) - 1) * kBytes) << kTo);
+        }
+    }
 }
-void fifth_bits(const uint8_t* p, uint8_t* codes) {
-    const uint32_t bits = word_at(p);
-    for (int i = 0; i < 32; i++) codes[i] = uint8_t(codes[i] | (bits >> i & 1) << 4);
+void fifth_bits(const uint8_t* p, uint8_t* codes) {  // bit i of 32 is of code i
+    for (int i = 0; i < 4; i++) {
+        const uint64_t own = p[i] * kBytes & 0x8040201008040201, set = own + 0x7f * kBytes;  // its top bit, if any
+        const uint64_t all = load<uint64_t>(codes + 8 * i) | (set >> 3 & 16 * kBytes);
+        memcpy(codes + 8 * i, &all, 8);
+    }
 }
 void two_bits(const uint8_t* q, uint8_t* codes) {  // 64 bytes: of every 32 the lowest bits first
-    for (int h = 0; h < 2; h++)
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 32; i++) codes[128 * h + 32 * j + i] = q[32 * h + i] >> 2 * j & 3;
+    memset(codes, 0, 256);
+    upper_bits<2, 4, 0>(q, codes), upper_bits<2, 4, 0>(q + 32, codes + 128);
 }
 void six_bit_scales(const uint8_t* s, Block& b) {
     for (int j = 0; j < 4; j++) {
@@ -49,15 +71,15 @@ void six_bit_scales(const uint8_t* s, Block& b) {
     }
 }
 
-void q4_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles(p + 2, 16, b.codes); }
-void q4_1(const uint8_t* p, Block& b) { b.d = half_at(p), b.m = half_at(p + 2), nibbles(p + 4, 16, b.codes); }
-void q5_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles(p + 6, 16, b.codes), fifth_bits(p + 2, b.codes); }
+void q4_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles<16>(p + 2, b.codes); }
+void q4_1(const uint8_t* p, Block& b) { b.d = half_at(p), b.m = half_at(p + 2), nibbles<16>(p + 4, b.codes); }
+void q5_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles<16>(p + 6, b.codes), fifth_bits(p + 2, b.codes); }
 void q5_1(const uint8_t* p, Block& b) {
-    b.d = half_at(p), b.m = half_at(p + 2), nibbles(p + 8, 16, b.codes), fifth_bits(p + 4, b.codes);
+    b.d = half_at(p), b.m = half_at(p + 2), nibbles<16>(p + 8, b.codes), fifth_bits(p + 4, b.codes);
 }
 void q8_0(const uint8_t* p, Block& b) {
     b.d = half_at(p);
-    for (int i = 0; i < 32; i++) b.codes[i] = p[2 + i] ^ 0x80;
+    for (int i = 0; i < 32; i += 16) put(b.codes + i, load<Pair>(p + 2 + i) ^ 0x80 * kBytes);
 }
 void q2_k(const uint8_t* p, Block& b) {
     for (int i = 0; i < 16; i++) b.sc[i] = p[i] & 15, b.sm[i] = p[i] >> 4;
@@ -66,8 +88,7 @@ void q2_k(const uint8_t* p, Block& b) {
 }
 void q3_k(const uint8_t* p, Block& b) {
     two_bits(p + 32, b.codes);
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 32; i++) b.codes[32 * j + i] = uint8_t(b.codes[32 * j + i] | (p[i] >> j & 1) << 2);
+    upper_bits<1, 8, 2>(p, b.codes);
     const uint8_t* s = p + 96;
     for (int i = 0; i < 16; i++)
         b.sc[i] = uint8_t(((i < 8 ? s[i] & 15 : s[i - 8] >> 4) | (s[8 + i % 4] >> 2 * (i / 4) & 3) << 4) - 32);
@@ -76,22 +97,18 @@ void q3_k(const uint8_t* p, Block& b) {
 void q4_k(const uint8_t* p, Block& b) {
     b.d = half_at(p), b.m = half_at(p + 2) ^ 0x8000;
     six_bit_scales(p + 4, b);
-    for (int j = 0; j < 4; j++) nibbles(p + 16 + 32 * j, 32, b.codes + 64 * j);
+    for (int j = 0; j < 4; j++) nibbles<32>(p + 16 + 32 * j, b.codes + 64 * j);
 }
 void q5_k(const uint8_t* p, Block& b) {
     b.d = half_at(p), b.m = half_at(p + 2) ^ 0x8000;
     six_bit_scales(p + 4, b);
-    for (int j = 0; j < 4; j++) nibbles(p + 48 + 32 * j, 32, b.codes + 64 * j);
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 32; i++) b.codes[32 * j + i] = uint8_t(b.codes[32 * j + i] | (p[16 + i] >> j & 1) << 4);
+    for (int j = 0; j < 4; j++) nibbles<32>(p + 48 + 32 * j, b.codes + 64 * j);
+    upper_bits<1, 8, 4>(p + 16, b.codes);
 }
 void q6_k(const uint8_t* p, Block& b) {
     for (int h = 0; h < 2; h++) {
-        uint8_t* codes = b.codes + 128 * h;
-        const uint8_t *low = p + 64 * h, *upper = p + 128 + 32 * h;
-        nibbles(low, 64, codes);
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 32; i++) codes[32 * j + i] = uint8_t(codes[32 * j + i] | (upper[i] >> 2 * j & 3) << 4);
+        nibbles<64>(p + 64 * h, b.codes + 128 * h);
+        upper_bits<2, 4, 4>(p + 128 + 32 * h, b.codes + 128 * h);
     }
     memcpy(b.sc, p + 192, 16);
     b.d = half_at(p + 208);
@@ -101,10 +118,10 @@ void iq4_xs(const uint8_t* p, Block& b) {
     const int upper = half_at(p + 2);
     for (int j = 0; j < 8; j++) {
         b.sc[j] = uint8_t(((p[4 + j / 2] >> j % 2 * 4 & 15) | (upper >> 2 * j & 3) << 4) - 32);
-        nibbles(p + 8 + 16 * j, 16, b.codes + 32 * j);
+        nibbles<16>(p + 8 + 16 * j, b.codes + 32 * j);
     }
 }
-void mxfp4(const uint8_t* p, Block& b) { b.sc[0] = p[0], nibbles(p + 1, 16, b.codes); }
+void mxfp4(const uint8_t* p, Block& b) { b.sc[0] = p[0], nibbles<16>(p + 1, b.codes); }
 // What pack.py makes of the types whose values come from a grid: d, 16 scales, codes two by two.
 void grid(const uint8_t* p, Block& b) {
     b.d = half_at(p);
@@ -112,80 +129,140 @@ void grid(const uint8_t* p, Block& b) {
     for (int i = 0; i < 128; i++) b.codes[2 * i] = p[18 + i] & 15, b.codes[2 * i + 1] = p[18 + i] >> 4;
 }
 
+// Codes of one output and group to their places: `low` and `upper` are where its lane is in the first vectors of its half.
+template <Codes kCodes>
+void put_codes(const uint8_t* codes, uint8_t* low, uint8_t* upper) {
+    uint64_t q[4];  // each of two words of four inputs
+    memcpy(q, codes, 32);
+    const auto put_word = [](uint8_t* at, int vector, uint64_t word) { memcpy(at + vector * 64, &word, 4); };
+    const auto put_two = [&](uint8_t* at, int bit) {  // two bits, from this one on, of four words a vector
+        for (int v = 0; v < 2; v++) {
+            const uint64_t two = (q[2 * v] >> bit & 3 * kBytes) | (q[2 * v + 1] >> bit & 3 * kBytes) << 4;
+            put_word(at, v, two | two >> 30);
+        }
+    };
+    const auto put_one = [&](uint8_t* at, int bit) {
+        uint64_t one = 0;
+        for (int j = 0; j < 4; j++) one |= (q[j] >> bit & kBytes) << 2 * j;
+        put_word(at, 0, one | one >> 31);
+    };
+    if constexpr (kCodes == Codes::kEight)
+        for (int j = 0; j < 4; j++) put_word(low, 2 * j, q[j]), put_word(low, 2 * j + 1, q[j] >> 32);
+    else if constexpr (kCodes <= Codes::kThree)
+        put_two(low, 0);
+    else
+        for (int j = 0; j < 4; j++) {
+            const uint64_t four = q[j] & 15 * kBytes;
+            put_word(low, j, four | four >> 28);
+        }
+    if constexpr (kCodes == Codes::kThree) put_one(upper, 2);
+    if constexpr (kCodes == Codes::kFive) put_one(upper, 4);
+    if constexpr (kCodes == Codes::kSix) put_two(upper, 4);
+}
+
+template <Scales kScales>
+void put_scales(const Block* rows, uint8_t* out) {
+    const auto put_each = [&](int at, auto value) {  // a byte of each row
+        for (int r = 0; r < kStrip; r++) out[at + r] = uint8_t(value(rows[r]));
+    };
+    if constexpr (kScales == Scales::kPower) return put_each(0, [](const Block& b) { return b.sc[0]; });
+    for (int r = 0; r < kStrip; r++) {
+        memcpy(out + 2 * r, &rows[r].d, 2);
+        if (has_min(kScales)) memcpy(out + 64 + 2 * r, &rows[r].m, 2);
+    }
+    constexpr bool nested = groups_of_block(kScales) > 1;
+    constexpr int parts = nested ? 8 * kGroup / scale_inputs(kScales) : 0, at = has_min(kScales) ? 128 : 64;
+    for (int i = 0; i < parts; i++)
+        put_each(at + i * kStrip, [&](const Block& b) {
+            return has_min(kScales) ? (b.sc[i] & 15) | (b.sm[i] & 15) << 4 : b.sc[i];
+        });
+    for (int i = 0; kScales == Scales::kSix && i < 4; i++)
+        put_each(384 + i * kStrip, [&](const Block& b) {
+            return b.sc[2 * i] >> 4 | b.sm[2 * i] >> 4 << 2 | b.sc[2 * i + 1] >> 4 << 4 | b.sm[2 * i + 1] >> 4 << 6;
+        });
+}
+
+// Blocks of one GGML type, of so many bytes, to strips of its form. A block of the file is a block of the strip.
+template <auto kTake, int kBlockBytes, Codes kCodes, Scales kScales>
+void pack_blocks(const Matrix& w, const uint8_t* raw, uint8_t* out) {
+    constexpr int groups = groups_of_block(kScales), low = low_bytes(kCodes), upper = upper_bytes(kCodes);
+    const int blocks = w.k / kGroup / groups;
+    const size_t row = size_t(blocks) * kBlockBytes;
+    std::vector<Block> rows(kStrip);
+    for (int first = 0; first < w.n; first += kStrip) {
+        const int count = std::min(w.n - first, kStrip);
+        std::fill(rows.begin() + count, rows.end(), Block{});
+        for (int b = 0; b < blocks; b++, out += block_bytes(kCodes, kScales)) {
+            for (int r = 0; r < count; r++)
+                kTake(raw + size_t(first + r) * row + size_t(b) * kBlockBytes, rows[size_t(r)]);
+            put_scales<kScales>(rows.data(), out);
+            uint8_t* group = out + scale_bytes(kScales);
+            for (int g = 0; g < groups; g++, group += group_bytes(kCodes))
+                for (int r = 0; r < kStrip; r++)
+                    put_codes<kCodes>(rows[size_t(r)].codes + g * kGroup, group + r / 16 * low + r % 16 * 4,
+                                      group + 2 * low + r / 16 * upper + r % 16 * 4);
+        }
+    }
+}
+
+// Values of 16 or 32 bits: [32 rows][k] to [k][32 rows], in parts that stay in the first cache.
+template <class T>
+void pack_values(const Matrix& w, const uint8_t* raw, uint8_t* out) {
+    constexpr int kPart = 64;
+    const size_t row = size_t(w.k) * sizeof(T);
+    for (int first = 0; first < w.n; first += kStrip) {
+        const int count = std::min(w.n - first, kStrip);
+        for (int from = 0; from < w.k; from += kPart) {
+            const int part = std::min(w.k - from, kPart);
+            if (count < kStrip) memset(out, 0, size_t(part) * kStrip * sizeof(T));
+            for (int r = 0; r < count; r++)
+                for (int k = 0; k < part; k++)
+                    memcpy(out + size_t(k * kStrip + r) * sizeof(T),
+                           raw + size_t(first + r) * row + size_t(from + k) * sizeof(T), sizeof(T));
+            out += size_t(part) * kStrip * sizeof(T);
+        }
+    }
+}
+
+// How a GGML type becomes strips: `weights` in `bytes` are a block.
 struct Type {
     const char* name;
-    int weights, bytes;  // of a block
-    void (*take)(const uint8_t*, Block&);
+    int weights, bytes;
+    Codes codes;
+    Scales scales;
+    void (*pack)(const Matrix&, const uint8_t* raw, uint8_t* out);
 };
-constexpr Type kTypes[] = {{"Q4_0", 32, 18, q4_0},       {"Q4_1", 32, 20, q4_1},   {"Q5_0", 32, 22, q5_0},
-                           {"Q5_1", 32, 24, q5_1},       {"Q8_0", 32, 34, q8_0},   {"Q2_K", 256, 84, q2_k},
-                           {"Q3_K", 256, 110, q3_k},     {"Q4_K", 256, 144, q4_k}, {"Q5_K", 256, 176, q5_k},
-                           {"Q6_K", 256, 210, q6_k},     {"IQ4_NL", 32, 18, q4_0}, {"MXFP4", 32, 17, mxfp4},
-                           {"IQ4_XS", 256, 136, iq4_xs}, {"GRID", 256, 146, grid}, {"F16", 1, 2, nullptr},
-                           {"BF16", 1, 2, nullptr},      {"F32", 1, 4, nullptr}};
+template <auto kTake, int kBlockBytes, Codes kCodes, Scales kScales>
+constexpr Type quantised(const char* name) {
+    return {name,    groups_of_block(kScales) * kGroup, kBlockBytes, kCodes, kScales,
+            pack_blocks<kTake, kBlockBytes, kCodes, kScales>};
+}
+template <class T>
+constexpr Type plain(const char* name, Codes codes) {
+    return {name, 1, int(sizeof(T)), codes, Scales::kNone, pack_values<T>};
+}
+constexpr Type kTypes[] = {quantised<q4_0, 18, Codes::kFour, Scales::kHalf>("Q4_0"),
+                           quantised<q4_1, 20, Codes::kFour, Scales::kHalfMin>("Q4_1"),
+                           quantised<q5_0, 22, Codes::kFive, Scales::kHalf>("Q5_0"),
+                           quantised<q5_1, 24, Codes::kFive, Scales::kHalfMin>("Q5_1"),
+                           quantised<q8_0, 34, Codes::kEight, Scales::kHalf>("Q8_0"),
+                           quantised<q2_k, 84, Codes::kTwo, Scales::kNibbles>("Q2_K"),
+                           quantised<q3_k, 110, Codes::kThree, Scales::kByte16>("Q3_K"),
+                           quantised<q4_k, 144, Codes::kFour, Scales::kSix>("Q4_K"),
+                           quantised<q5_k, 176, Codes::kFive, Scales::kSix>("Q5_K"),
+                           quantised<q6_k, 210, Codes::kSix, Scales::kByte16>("Q6_K"),
+                           quantised<q4_0, 18, Codes::kTable, Scales::kHalf>("IQ4_NL"),
+                           quantised<mxfp4, 17, Codes::kTable, Scales::kPower>("MXFP4"),
+                           quantised<iq4_xs, 136, Codes::kTable, Scales::kByte>("IQ4_XS"),
+                           quantised<grid, 146, Codes::kTable, Scales::kByte16>("GRID"),
+                           plain<uint16_t>("F16", Codes::kHalf),
+                           plain<uint16_t>("BF16", Codes::kBf16),
+                           plain<uint32_t>("F32", Codes::kFloat)};
 
 const Type& type_of(const std::string& name) {
     for (const Type& type : kTypes)
         if (name == type.name) return type;
     throw FormatError("type " + name + " has no kernel");
-}
-
-// Codes of one output and group, as words of four inputs, to their places: `low` and `upper` are of its half, `lane` its place there.
-void put_codes(Codes codes, const uint32_t* q, int lane, uint8_t* low, uint8_t* upper) {
-    const auto put = [lane](uint8_t* at, int vector, uint32_t word) { memcpy(at + vector * 64 + lane * 4, &word, 4); };
-    if (codes == Codes::kEight) {
-        for (int j = 0; j < 8; j++) put(low, j, q[j]);
-        return;
-    }
-    uint32_t two[2] = {}, one = 0;  // planes of the low, or of the upper bits
-    const int from = codes <= Codes::kThree ? 0 : 4, bit = codes == Codes::kThree ? 2 : 4;
-    for (int j = 0; j < 8; j++) {
-        two[j / 4] |= (q[j] >> from & 0x03030303) << j % 4 * 2;
-        one |= (q[j] >> bit & 0x01010101) << j;
-    }
-    if (codes <= Codes::kThree)
-        put(low, 0, two[0]), put(low, 1, two[1]);
-    else
-        for (int j = 0; j < 4; j++) put(low, j, (q[2 * j] & 0x0f0f0f0f) | (q[2 * j + 1] & 0x0f0f0f0f) << 4);
-    if (codes == Codes::kSix) put(upper, 0, two[0]), put(upper, 1, two[1]);
-    if (codes == Codes::kThree || codes == Codes::kFive) put(upper, 0, one);
-}
-
-void put_scales(Scales scales, const Block* rows, uint8_t* out) {
-    const auto put = [&](int at, auto value) {  // a byte of each row
-        for (int r = 0; r < kStrip; r++) out[at + r] = uint8_t(value(rows[r]));
-    };
-    if (scales == Scales::kPower) return put(0, [](const Block& b) { return b.sc[0]; });
-    for (int r = 0; r < kStrip; r++) {
-        memcpy(out + 2 * r, &rows[r].d, 2);
-        if (has_min(scales)) memcpy(out + 64 + 2 * r, &rows[r].m, 2);
-    }
-    const int parts = scales == Scales::kByte16 || scales == Scales::kNibbles ? 16
-                      : scales == Scales::kByte || scales == Scales::kSix     ? 8
-                                                                              : 0;
-    const int at = has_min(scales) ? 128 : 64;
-    for (int i = 0; i < parts; i++)
-        put(at + i * kStrip, [&](const Block& b) {
-            return scales >= Scales::kSix && has_min(scales) ? (b.sc[i] & 15) | (b.sm[i] & 15) << 4 : b.sc[i];
-        });
-    for (int i = 0; scales == Scales::kSix && i < 4; i++)
-        put(384 + i * kStrip, [&](const Block& b) {
-            return b.sc[2 * i] >> 4 | b.sm[2 * i] >> 4 << 2 | b.sc[2 * i + 1] >> 4 << 4 | b.sm[2 * i + 1] >> 4 << 6;
-        });
-}
-
-void pack_dense(const Matrix& w, const uint8_t* raw, uint8_t* out) {
-    const size_t size = w.codes == Codes::kFloat ? 4 : 2, row = size * size_t(w.k);
-    for (int s = 0; s < w.strips; s++, out += w.strip_bytes)
-        for (int r = 0; r < kStrip; r++) {
-            const int i = s * kStrip + r;
-            const uint8_t* from = i < w.n ? raw + size_t(i) * row : nullptr;
-            for (size_t k = 0; k < size_t(w.k); k++)
-                if (from)
-                    memcpy(out + (k * kStrip + size_t(r)) * size, from + k * size, size);
-                else
-                    memset(out + (k * kStrip + size_t(r)) * size, 0, size);
-        }
 }
 
 }  // namespace
@@ -229,28 +306,8 @@ size_t row_bytes(const std::string& name, int k) {
 
 void pack_strips(const Matrix& w, const std::string& name, const uint8_t* raw, uint8_t* out) {
     const Type& type = type_of(name);
-    if (!type.take) return pack_dense(w, raw, out);
-    const size_t row = row_bytes(name, w.k), size = size_t(block_bytes(w.codes, w.scales));
-    const int low = low_bytes(w.codes), upper = upper_bytes(w.codes);
-    std::vector<Block> rows(kStrip);
-    for (int s = 0; s < w.strips; s++)
-        for (int b = 0; b < w.k / type.weights; b++, out += size) {
-            for (int r = 0; r < kStrip; r++) {
-                const int i = s * kStrip + r;
-                if (i < w.n)
-                    type.take(raw + size_t(i) * row + size_t(b) * size_t(type.bytes), rows[size_t(r)]);
-                else
-                    rows[size_t(r)] = {};
-            }
-            put_scales(w.scales, rows.data(), out);
-            uint8_t* group = out + scale_bytes(w.scales);
-            for (int g = 0; g < type.weights / kGroup; g++, group += group_bytes(w.codes))
-                for (int r = 0; r < kStrip; r++) {
-                    uint32_t q[8];
-                    memcpy(q, rows[size_t(r)].codes + g * kGroup, 32);
-                    put_codes(w.codes, q, r % 16, group + r / 16 * low, group + 2 * low + r / 16 * upper);
-                }
-        }
+    if (w.codes != type.codes || w.scales != type.scales) throw FormatError("type " + name + " has another form");
+    type.pack(w, raw, out);
 }
 
 namespace {
@@ -303,7 +360,7 @@ void unpack_row(const Matrix& w, int row, float* out) {
     if (is_dense(w.codes)) {
         for (int k = 0; k < w.k; k++) {
             const uint8_t* p = data + size_t(k * kStrip + lane) * (w.codes == Codes::kFloat ? 4 : 2);
-            out[k] = w.codes == Codes::kFloat  ? float_of(word_at(p))
+            out[k] = w.codes == Codes::kFloat  ? float_of(load<uint32_t>(p))
                      : w.codes == Codes::kHalf ? from_half(half_at(p))
                                                : float_of(uint32_t(half_at(p)) << 16);
         }
@@ -333,11 +390,8 @@ uint64_t hash_of(const uint8_t* data, size_t bytes) {
     };
     size_t at = 0;
     for (; at + 64 <= bytes; at += 64)
-        for (int i = 0; i < 8; i++) {
-            uint64_t word;
-            memcpy(&word, data + at + size_t(i) * 8, 8);
-            h[i] = mix(h[i], word);
-        }
+#pragma GCC unroll 8  // or the sums would lie in memory
+        for (int i = 0; i < 8; i++) h[i] = mix(h[i], load<uint64_t>(data + at + size_t(i) * 8));
     uint64_t out = bytes;
     for (; at < bytes; at++) out = mix(out, data[at]);
     for (uint64_t x : h) out = (mix(out, x) ^ x >> 32) * kOther;
