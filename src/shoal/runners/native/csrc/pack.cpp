@@ -1,5 +1,7 @@
 // From the blocks of GGML types to strips (kernels.h draws both sides' codes) and back to floats; and a packed file into memory.
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fcntl.h>
@@ -396,6 +398,20 @@ uint64_t hash_of(const uint8_t* data, size_t bytes) {
     for (; at < bytes; at++) out = mix(out, data[at]);
     for (uint64_t x : h) out = (mix(out, x) ^ x >> 32) * kOther;
     return out ^ out >> 32;
+}
+
+int write_piece(int descriptor, const uint8_t* data, size_t bytes, size_t at) {
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t wrote = pwrite(descriptor, data + done, bytes - done, off_t(at + done));
+        if (wrote > 0)
+            done += size_t(wrote);
+        else if (wrote == 0 || errno != EINTR)
+            return wrote == 0 ? ENOSPC : errno;
+    }
+#ifdef __linux__
+    sync_file_range(descriptor, off_t(at), off_t(bytes), SYNC_FILE_RANGE_WRITE);  // what it cannot do, fsync will tell
+#endif
+    return 0;
 }
 
 Pages read_packed(const Packed& file, int threads, bool map) {
