@@ -217,11 +217,19 @@ def test_packing_that_is_cancelled_ends_early_and_leaves_nothing(
 ) -> None:
     path, planned, made = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1), [], []
     fill, write = pack._fill, pack._write_pieces
+
+    def slow_fill(piece: Any, out: Any) -> None:
+        made.append(piece)
+        time.sleep(0.01)
+        fill(piece, out)
+
+    def planned_write(file: int, pieces: Any, *rest: Any) -> list[int]:
+        planned.extend(pieces)
+        return write(file, pieces, *rest)
+
     monkeypatch.setattr(pack, "_PIECE", 1)  # each strip is a piece
-    monkeypatch.setattr(pack, "_fill", lambda piece, out: (made.append(piece), time.sleep(0.01), fill(piece, out)))
-    monkeypatch.setattr(
-        pack, "_write_pieces", lambda file, given, *rest: (planned.extend(given), write(file, given, *rest))
-    )
+    monkeypatch.setattr(pack, "_fill", slow_fill)
+    monkeypatch.setattr(pack, "_write_pieces", planned_write)
 
     def progress(*_: Any) -> None:
         raise KeyboardInterrupt

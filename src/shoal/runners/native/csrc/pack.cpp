@@ -14,9 +14,11 @@ namespace shoal {
 
 namespace {
 
-// One block of one row, taken apart. `sc` and `sm` are scales and minima of its parts, as the scales of the form have them.
+// One block of one row, taken apart: the codes (of 5 and 6 bits the low four, of 3 the low two, and `upper` has the others), and as
+// `sc` and `sm` scales and minima of its parts, as the scales of the form have them.
 struct Block {
     alignas(64) uint8_t codes[256];
+    uint8_t upper[256];
     uint8_t sc[16], sm[16];
     uint16_t d, m;
 };
@@ -43,41 +45,34 @@ void nibbles(const uint8_t* q, uint8_t* codes) {  // so many low ones, then as m
         put(codes + i, x & 15 * kBytes), put(codes + kCodes + i, x >> 4 & 15 * kBytes);
     }
 }
-// Bits j * kBits .. of each of 32 bytes become bits kTo .. of codes 32 j + 0 .. 31, for kTimes of j.
-template <int kBits, int kTimes, int kTo>
-void upper_bits(const uint8_t* p, uint8_t* codes) {
+// Bits kBits * j, and as many as that, of each of 32 bytes become codes 32 j + 0 .. 31, for so many j.
+template <int kBits, int kTimes>
+void planes(const uint8_t* p, uint8_t* codes) {
     for (int i = 0; i < 32; i += 16) {
         Pair x = load<Pair>(p + i);
-        for (int j = 0; j < kTimes; j++, x >>= kBits) {
-            uint8_t* to = codes + 32 * j + i;
-            put(to, load<Pair>(to) | (x & ((1 << kBits) - 1) * kBytes) << kTo);
-        }
+        for (int j = 0; j < kTimes; j++, x >>= kBits) put(codes + 32 * j + i, x & ((1 << kBits) - 1) * kBytes);
     }
 }
-void fifth_bits(const uint8_t* p, uint8_t* codes) {  // bit i of 32 is of code i
+void bits(const uint8_t* p, uint8_t* codes) {  // bit i of 32 is code i
     for (int i = 0; i < 4; i++) {
         const uint64_t own = p[i] * kBytes & 0x8040201008040201, set = own + 0x7f * kBytes;  // its top bit, if any
-        const uint64_t all = load<uint64_t>(codes + 8 * i) | (set >> 3 & 16 * kBytes);
-        memcpy(codes + 8 * i, &all, 8);
+        const uint64_t eight = set >> 7 & kBytes;
+        memcpy(codes + 8 * i, &eight, 8);
     }
 }
-void two_bits(const uint8_t* q, uint8_t* codes) {  // 64 bytes: of every 32 the lowest bits first
-    memset(codes, 0, 256);
-    upper_bits<2, 4, 0>(q, codes), upper_bits<2, 4, 0>(q + 32, codes + 128);
-}
-void six_bit_scales(const uint8_t* s, Block& b) {
-    for (int j = 0; j < 4; j++) {
-        b.sc[j] = s[j] & 63, b.sm[j] = s[j + 4] & 63;
-        b.sc[j + 4] = uint8_t((s[j + 8] & 15) | s[j] >> 6 << 4),
-                 b.sm[j + 4] = uint8_t(s[j + 8] >> 4 | s[j + 4] >> 6 << 4);
-    }
+void six_bit_scales(const uint8_t* s, Block& b) {  // of four parts as they are; of four more the upper two bits above those
+    const uint32_t sc = load<uint32_t>(s), sm = load<uint32_t>(s + 4), low = load<uint32_t>(s + 8);
+    constexpr uint32_t k15 = uint32_t(15 * kBytes), k48 = uint32_t(48 * kBytes), k63 = uint32_t(63 * kBytes);
+    const uint32_t scales[2] = {sc & k63, (low & k15) | (sc >> 2 & k48)};
+    const uint32_t minima[2] = {sm & k63, (low >> 4 & k15) | (sm >> 2 & k48)};
+    memcpy(b.sc, scales, 8), memcpy(b.sm, minima, 8);
 }
 
 void q4_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles<16>(p + 2, b.codes); }
 void q4_1(const uint8_t* p, Block& b) { b.d = half_at(p), b.m = half_at(p + 2), nibbles<16>(p + 4, b.codes); }
-void q5_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles<16>(p + 6, b.codes), fifth_bits(p + 2, b.codes); }
+void q5_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles<16>(p + 6, b.codes), bits(p + 2, b.upper); }
 void q5_1(const uint8_t* p, Block& b) {
-    b.d = half_at(p), b.m = half_at(p + 2), nibbles<16>(p + 8, b.codes), fifth_bits(p + 4, b.codes);
+    b.d = half_at(p), b.m = half_at(p + 2), nibbles<16>(p + 8, b.codes), bits(p + 4, b.upper);
 }
 void q8_0(const uint8_t* p, Block& b) {
     b.d = half_at(p);
@@ -85,12 +80,12 @@ void q8_0(const uint8_t* p, Block& b) {
 }
 void q2_k(const uint8_t* p, Block& b) {
     for (int i = 0; i < 16; i++) b.sc[i] = p[i] & 15, b.sm[i] = p[i] >> 4;
-    two_bits(p + 16, b.codes);
+    planes<2, 4>(p + 16, b.codes), planes<2, 4>(p + 48, b.codes + 128);
     b.d = half_at(p + 80), b.m = half_at(p + 82) ^ 0x8000;
 }
 void q3_k(const uint8_t* p, Block& b) {
-    two_bits(p + 32, b.codes);
-    upper_bits<1, 8, 2>(p, b.codes);
+    planes<2, 4>(p + 32, b.codes), planes<2, 4>(p + 64, b.codes + 128);
+    planes<1, 8>(p, b.upper);
     const uint8_t* s = p + 96;
     for (int i = 0; i < 16; i++)
         b.sc[i] = uint8_t(((i < 8 ? s[i] & 15 : s[i - 8] >> 4) | (s[8 + i % 4] >> 2 * (i / 4) & 3) << 4) - 32);
@@ -105,12 +100,12 @@ void q5_k(const uint8_t* p, Block& b) {
     b.d = half_at(p), b.m = half_at(p + 2) ^ 0x8000;
     six_bit_scales(p + 4, b);
     for (int j = 0; j < 4; j++) nibbles<32>(p + 48 + 32 * j, b.codes + 64 * j);
-    upper_bits<1, 8, 4>(p + 16, b.codes);
+    planes<1, 8>(p + 16, b.upper);
 }
 void q6_k(const uint8_t* p, Block& b) {
     for (int h = 0; h < 2; h++) {
         nibbles<64>(p + 64 * h, b.codes + 128 * h);
-        upper_bits<2, 4, 4>(p + 128 + 32 * h, b.codes + 128 * h);
+        planes<2, 4>(p + 128 + 32 * h, b.upper + 128 * h);
     }
     memcpy(b.sc, p + 192, 16);
     b.d = half_at(p + 208);
@@ -131,57 +126,68 @@ void grid(const uint8_t* p, Block& b) {
     for (int i = 0; i < 128; i++) b.codes[2 * i] = p[18 + i] & 15, b.codes[2 * i + 1] = p[18 + i] >> 4;
 }
 
-// Codes of one output and group to their places: `low` and `upper` are where its lane is in the first vectors of its half.
+// Words of four codes, of one group and two outputs side by side, to their places. The low halves of a's and b's first numbers are
+// eight bytes of one vector, those of their second numbers of the other.
+void put_words(uint8_t* one, uint8_t* other, Pair a, Pair b) {
+    const Pair both = (a & 0xffffffff) | b << 32;
+    const uint64_t first = both[0], second = both[1];
+    memcpy(one, &first, 8), memcpy(other, &second, 8);
+}
+Pair fours(const uint8_t* codes) {  // 16 codes of 4 bits: two words
+    const Pair q = load<Pair>(codes);
+    return q | q >> 28;
+}
+Pair twos(const uint8_t* codes) {  // 32 codes of 2 bits: two words
+    const auto part = [codes](int i) { return Pair{load<uint64_t>(codes + i), load<uint64_t>(codes + 16 + i)}; };
+    const Pair q = part(0) | part(8) << 4;
+    return q | q >> 30;
+}
+uint32_t ones(const uint8_t* codes) {  // 32 codes of a bit: a word
+    Pair q = load<Pair>(codes) | load<Pair>(codes + 16) << 4;
+    q |= q >> 31;
+    return uint32_t(q[0] | q[1] << 2);
+}
 template <Codes kCodes>
-void put_codes(const uint8_t* codes, uint8_t* low, uint8_t* upper) {
-    uint64_t q[4];  // each of two words of four inputs
-    memcpy(q, codes, 32);
-    const auto put_word = [](uint8_t* at, int vector, uint64_t word) { memcpy(at + vector * 64, &word, 4); };
-    const auto put_two = [&](uint8_t* at, int bit) {  // two bits, from this one on, of four words a vector
-        for (int v = 0; v < 2; v++) {
-            const uint64_t two = (q[2 * v] >> bit & 3 * kBytes) | (q[2 * v + 1] >> bit & 3 * kBytes) << 4;
-            put_word(at, v, two | two >> 30);
-        }
-    };
-    const auto put_one = [&](uint8_t* at, int bit) {
-        uint64_t one = 0;
-        for (int j = 0; j < 4; j++) one |= (q[j] >> bit & kBytes) << 2 * j;
-        put_word(at, 0, one | one >> 31);
-    };
-    if constexpr (kCodes == Codes::kEight)
-        for (int j = 0; j < 4; j++) put_word(low, 2 * j, q[j]), put_word(low, 2 * j + 1, q[j] >> 32);
-    else if constexpr (kCodes <= Codes::kThree)
-        put_two(low, 0);
-    else
-        for (int j = 0; j < 4; j++) {
-            const uint64_t four = q[j] & 15 * kBytes;
-            put_word(low, j, four | four >> 28);
-        }
-    if constexpr (kCodes == Codes::kThree) put_one(upper, 2);
-    if constexpr (kCodes == Codes::kFive) put_one(upper, 4);
-    if constexpr (kCodes == Codes::kSix) put_two(upper, 4);
+void put_codes(const Block& a, const Block& b, int from, uint8_t* low, uint8_t* upper) {
+    constexpr int kVector = 64;
+    for (int i = 0; kCodes > Codes::kThree && i < 2; i++) {
+        const uint8_t *p = a.codes + from + 16 * i, *q = b.codes + from + 16 * i;
+        if constexpr (kCodes == Codes::kEight) {
+            uint8_t* at = low + 4 * kVector * i;
+            put_words(at, at + 2 * kVector, load<Pair>(p), load<Pair>(q));
+            put_words(at + kVector, at + 3 * kVector, load<Pair>(p) >> 32, load<Pair>(q) >> 32);
+        } else
+            put_words(low + 2 * kVector * i, low + 2 * kVector * i + kVector, fours(p), fours(q));
+    }
+    if constexpr (kCodes <= Codes::kThree) put_words(low, low + kVector, twos(a.codes + from), twos(b.codes + from));
+    if constexpr (kCodes == Codes::kSix) put_words(upper, upper + kVector, twos(a.upper + from), twos(b.upper + from));
+    if constexpr (kCodes == Codes::kThree || kCodes == Codes::kFive) {
+        const uint32_t words[2] = {ones(a.upper + from), ones(b.upper + from)};
+        memcpy(upper, words, 8);
+    }
 }
 
+// Bytes of one output to their places, which are so far apart as a strip has outputs.
+template <int kCount>
+void put_bytes(uint8_t* at, const uint8_t* bytes, int step = 1) {
+    for (int i = 0; i < kCount; i++) at[i * kStrip] = bytes[i * step];
+}
 template <Scales kScales>
-void put_scales(const Block* rows, uint8_t* out) {
-    const auto put_each = [&](int at, auto value) {  // a byte of each row
-        for (int r = 0; r < kStrip; r++) out[at + r] = uint8_t(value(rows[r]));
-    };
-    if constexpr (kScales == Scales::kPower) return put_each(0, [](const Block& b) { return b.sc[0]; });
-    for (int r = 0; r < kStrip; r++) {
-        memcpy(out + 2 * r, &rows[r].d, 2);
-        if (has_min(kScales)) memcpy(out + 64 + 2 * r, &rows[r].m, 2);
+void put_scales(const Block& b, uint8_t* out, int row) {
+    if constexpr (kScales == Scales::kPower) return put_bytes<1>(out + row, b.sc);
+    constexpr int at = has_min(kScales) ? 128 : 64, parts = 8 * kGroup / scale_inputs(kScales);
+    memcpy(out + 2 * row, &b.d, 2);
+    if (has_min(kScales)) memcpy(out + 64 + 2 * row, &b.m, 2);
+    if constexpr (kScales == Scales::kByte || kScales == Scales::kByte16) put_bytes<parts>(out + at + row, b.sc);
+    if constexpr (kScales == Scales::kNibbles || kScales == Scales::kSix) {
+        const Pair sc = load<Pair>(b.sc), sm = load<Pair>(b.sm);
+        uint8_t bytes[16];
+        put(bytes, (sc & 15 * kBytes) | (sm & 15 * kBytes) << 4), put_bytes<parts>(out + at + row, bytes);
+        if constexpr (kScales == Scales::kSix) {
+            const Pair above = (sc >> 4 & 3 * kBytes) | (sm >> 4 & 3 * kBytes) << 2;
+            put(bytes, above | above >> 4), put_bytes<4>(out + 384 + row, bytes, 2);  // of two parts, in every second
+        }
     }
-    constexpr bool nested = groups_of_block(kScales) > 1;
-    constexpr int parts = nested ? 8 * kGroup / scale_inputs(kScales) : 0, at = has_min(kScales) ? 128 : 64;
-    for (int i = 0; i < parts; i++)
-        put_each(at + i * kStrip, [&](const Block& b) {
-            return has_min(kScales) ? (b.sc[i] & 15) | (b.sm[i] & 15) << 4 : b.sc[i];
-        });
-    for (int i = 0; kScales == Scales::kSix && i < 4; i++)
-        put_each(384 + i * kStrip, [&](const Block& b) {
-            return b.sc[2 * i] >> 4 | b.sm[2 * i] >> 4 << 2 | b.sc[2 * i + 1] >> 4 << 4 | b.sm[2 * i + 1] >> 4 << 6;
-        });
 }
 
 // Blocks of one GGML type, of so many bytes, to strips of its form. A block of the file is a block of the strip.
@@ -197,12 +203,12 @@ void pack_blocks(const Matrix& w, const uint8_t* raw, uint8_t* out) {
         for (int b = 0; b < blocks; b++, out += block_bytes(kCodes, kScales)) {
             for (int r = 0; r < count; r++)
                 kTake(raw + size_t(first + r) * row + size_t(b) * kBlockBytes, rows[size_t(r)]);
-            put_scales<kScales>(rows.data(), out);
+            for (int r = 0; r < kStrip; r++) put_scales<kScales>(rows[size_t(r)], out, r);
             uint8_t* group = out + scale_bytes(kScales);
             for (int g = 0; g < groups; g++, group += group_bytes(kCodes))
-                for (int r = 0; r < kStrip; r++)
-                    put_codes<kCodes>(rows[size_t(r)].codes + g * kGroup, group + r / 16 * low + r % 16 * 4,
-                                      group + 2 * low + r / 16 * upper + r % 16 * 4);
+                for (int r = 0; r < kStrip; r += 2)
+                    put_codes<kCodes>(rows[size_t(r)], rows[size_t(r) + 1], g * kGroup,
+                                      group + r / 16 * low + r % 16 * 4, group + 2 * low + r / 16 * upper + r % 16 * 4);
         }
     }
 }
