@@ -60,8 +60,8 @@ def test_a_place_is_found_by_two_tokens_and_by_four_first() -> None:
 def test_a_text_does_not_find_its_own_end() -> None:
     index = Suffixes([5, 6, 7, 8])
     assert index.find(index) == (-1, 0)
-    index.append(5)
-    index.append(6)
+    index.extend([5])
+    index.extend([6])
     assert index.find(index) == (2, 2)
 
 
@@ -71,7 +71,7 @@ def test_tokens_at_once_and_one_by_one_make_the_same_index() -> None:
         tokens = [rng.randrange(40) for _ in range(size)]
         whole, grown, mixed = Suffixes(tokens), Suffixes(), Suffixes(tokens[: size // 3])
         for token in tokens:
-            grown.append(token)
+            grown.extend([token])
         mixed.extend(tokens[size // 3 :])
         for _ in range(50):
             at = rng.randrange(size)
@@ -84,7 +84,7 @@ def test_tokens_at_once_and_one_by_one_make_the_same_index() -> None:
 
 def test_an_index_is_bounded_by_its_tokens() -> None:
     index = Suffixes(range(5000))
-    tables = sum(len(table) for table in index._tables) * 4
+    tables = (len(index._twos) + len(index._fours)) * 4
     assert tables + 4 * len(index) <= 36 * len(index)
 
 
@@ -126,7 +126,12 @@ def test_a_running_sibling_is_read_too() -> None:
     drafter, text = Drafter(64), list(range(200, 300))
     first = sequence([1, 2], text[:70])
     drafter.follow(first)
-    second = sequence([3, 4], text[:6])
+    second = sequence([3, 4], text[:5])
+    drafter.follow(second)
+    assert upcoming(second, 20) == []  # nobody ran beside the first one until now
+    first.tokens.append(text[70])
+    drafter.follow(first)
+    second.tokens.append(text[5])
     drafter.follow(second)
     assert upcoming(second, 20) == text[6:26]
 

@@ -514,8 +514,6 @@ class Scheduler:
                     self.queue.serve(seq, right)
                     drafted += len(drafts)
                     self.accepted += right
-                if self._drafter is not None and seq.spec.sampling.speculate:
-                    self._drafter.follow(seq)
                 if outcome.finish is not None:
                     self._end(seq, outcome.finish)
                 elif decoding:
