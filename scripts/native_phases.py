@@ -54,11 +54,11 @@ class Bench:
         phases = {name: 1e3 * (after[name] - before[name]) for name in after if name != "steps"}
         return {"step": 1e3 * took, **phases}
 
-    def fill(self, table: Sequence[int], length: int) -> None:
-        """Prefill positions 0 .. length - 1 of a block table."""
+    def fill(self, table: Sequence[int], length: int, seq_id: int = 0) -> None:
+        """Prefill positions 0 .. length - 1 of a block table; recurrent state is the sequence's."""
         for at in range(0, length, CHUNK):
             tokens = tuple((7 * p) % 1000 + 100 for p in range(at, min(at + CHUNK, length)))
-            self.runner.execute(StepPlan(0, (ScheduledSequence(0, tokens, at, tuple(table), Want.NOTHING),)))
+            self.runner.execute(StepPlan(0, (ScheduledSequence(seq_id, tokens, at, tuple(table), Want.NOTHING),)))
 
     def show(self, name: str, steps: Sequence[dict[str, float]]) -> dict[str, float]:
         """Print and give the medians."""
@@ -82,8 +82,8 @@ class Bench:
         took = {}
         for count in ROWS:
             tables = [range(i * EACH, (i + 1) * EACH) for i in range(count)]
-            for table in tables:
-                self.fill(table, 32)
+            for seq_id, table in enumerate(tables):
+                self.fill(table, 32, seq_id)
             took[count] = self.decode(f"rows {count}", tables, 32)["step"]
         print(f"8 rows in 1 row: {took[8] / took[1]:.2f}")
 
