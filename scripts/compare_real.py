@@ -97,10 +97,11 @@ def main() -> None:
     files = local_files("real", chosen.file)
     text = TEXT.read_text("utf-8")
     tokens = load_tokenizer(files).encode(text, add_special=True)[: chosen.tokens]
-    exact = oracle.logits(LocalModel.read(files).decoder(), tokens)
+    model = LocalModel.read(files)
+    exact = oracle.logits(model.decoder(), tokens)
     with tempfile.TemporaryDirectory() as folder:
         for kv in PRECISIONS:
-            runner = NativeRunner.load(files, kv_bytes=1 << 30, cache_dir=Path(folder), kv_precision=kv)
+            runner = NativeRunner.load(model, kv_bytes=1 << 30, cache_dir=Path(folder), kv_precision=kv)
             divergence, same = fidelity(runner, tokens, exact)
             print(f"KV in {kv}: mean KL {divergence:.5f}, top-1 {same:.4f} over {len(tokens)} tokens", flush=True)
             if chosen.llama and kv == "bf16":

@@ -13,11 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.models.files import ModelFiles, local_files
+from shoal.models.files import local_files
 from shoal.runners.native import pack
 from shoal.runners.native.core import load_core
 from shoal.runners.native.runner import BLOCK_SIZE, NativeRunner, packed_path, write_packed
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.runners.registry import LocalModel
 
 CHUNK = 512
 ROWS = (1, 4, 8, 16, 32)
@@ -27,12 +28,12 @@ OWN = 2  # blocks of each of them behind the trunk
 PROMPT = 40  # blocks of a prefill
 
 
-def kv_bytes(files: ModelFiles, cache: Path, kv_precision: str, blocks: int) -> int:
+def kv_bytes(model: LocalModel, cache: Path, kv_precision: str, blocks: int) -> int:
     """The budget in which a runner has so many blocks, and leaves room for the recurrent state of what has some."""
-    path = packed_path(files, cache)
+    path = packed_path(model.files, cache)
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        write_packed(files, path)
+        write_packed(model, path)
     facts = {**pack.read_header(path).facts, "kv_bits": 8 if kv_precision == "u8" else 16}
     block, window, _, state = load_core().sizes(facts)
     needed = blocks * (block + window)  # layers with windows have theirs in the blocks here
@@ -53,11 +54,11 @@ class Bench:
         phases = {name: 1e3 * (after[name] - before[name]) for name in after if name != "steps"}
         return {"step": 1e3 * took, **phases}
 
-    def fill(self, table: Sequence[int], length: int) -> None:
-        """Prefill positions 0 .. length - 1 of a block table."""
+    def fill(self, table: Sequence[int], length: int, seq_id: int = 0) -> None:
+        """Prefill positions 0 .. length - 1 of a block table; recurrent state is the sequence's."""
         for at in range(0, length, CHUNK):
             tokens = tuple((7 * p) % 1000 + 100 for p in range(at, min(at + CHUNK, length)))
-            self.runner.execute(StepPlan(0, (ScheduledSequence(0, tokens, at, tuple(table), Want.NOTHING),)))
+            self.runner.execute(StepPlan(0, (ScheduledSequence(seq_id, tokens, at, tuple(table), Want.NOTHING),)))
 
     def show(self, name: str, steps: Sequence[dict[str, float]]) -> dict[str, float]:
         """Print and give the medians."""
@@ -81,8 +82,8 @@ class Bench:
         took = {}
         for count in ROWS:
             tables = [range(i * EACH, (i + 1) * EACH) for i in range(count)]
-            for table in tables:
-                self.fill(table, 32)
+            for seq_id, table in enumerate(tables):
+                self.fill(table, 32, seq_id)
             took[count] = self.decode(f"rows {count}", tables, 32)["step"]
         print(f"8 rows in 1 row: {took[8] / took[1]:.2f}")
 
@@ -122,7 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--kv-precision", choices=("auto", "bf16", "u8"), default="auto")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/shoal-native-bench"))
     options = parser.parse_args()
-    cases, source = options.cases.split(","), local_files("bench", options.model)
+    cases, source = options.cases.split(","), LocalModel.read(local_files("bench", options.model))
     needed = {
         "rows": EACH * max(ROWS),
         "trunk": APART * (options.trunk // BLOCK_SIZE + OWN),

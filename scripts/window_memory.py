@@ -20,6 +20,7 @@ from shoal.engine.loop import StepLoop
 from shoal.models import load_tokenizer
 from shoal.models.files import local_files
 from shoal.runners.native.runner import NativeRunner
+from shoal.runners.registry import LocalModel
 from shoal.types import Event, Request, Result, SamplingParams
 
 BATCH, STEP = 4, 256
@@ -68,7 +69,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kv_bytes, apart in ((1 << 30, False), (parse_bytes(chosen.window_kv, "--window-kv"), True)):
             runner = NativeRunner.load(
-                files,
+                LocalModel.read(files),
                 kv_bytes=kv_bytes,
                 cache_dir=Path(folder),
                 max_batch=BATCH,

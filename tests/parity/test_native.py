@@ -16,6 +16,7 @@ from shoal.models.gguf import read_gguf
 from shoal.models.oracle import logits, mean_kl
 from shoal.runners.native.runner import KvPrecision, NativeRunner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.runners.registry import LocalModel
 from tests.parity.schedules import Job, run_alone, run_together
 from tests.support.native_tiny import isas
 
@@ -30,13 +31,14 @@ def load(model_files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> I
     """Runners by instruction set, threads and precision of KV; the file is packed once."""
     cache: Path = tmp_path_factory.mktemp("packed")
     made: dict[tuple[str, int, KvPrecision], NativeRunner] = {}
+    model = LocalModel.read(model_files)
 
     def one(isa: str, threads: int, kv: KvPrecision = "bf16") -> NativeRunner:
         if (isa, threads, kv) not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("SHOAL_ISA", isa)
                 made[isa, threads, kv] = NativeRunner.load(
-                    model_files, kv_bytes=256 << 20, cache_dir=cache, threads=threads, kv_precision=kv
+                    model, kv_bytes=256 << 20, cache_dir=cache, threads=threads, kv_precision=kv
                 )
         return made[isa, threads, kv]
 

@@ -26,12 +26,12 @@ def test_a_directory_gives_what_the_oracle_gives(name: str, activation: str | No
     about = unfolded(name)
     if activation is not None:
         about["config"]["hidden_act"] = activation
-    files = local_files(name, write_directory(tmp_path / "model", about))
-    decoder = LocalModel.read(files).decoder()
+    model = LocalModel.read(local_files(name, write_directory(tmp_path / "model", about)))
+    decoder = model.decoder()
     reason = describe.refuses(decoder)
     if reason is not None:
         pytest.skip(f"refused by name: {reason}")
-    runner = NativeRunner.load(files, kv_bytes=8 << 20, cache_dir=tmp_path)
+    runner = NativeRunner.load(model, kv_bytes=8 << 20, cache_dir=tmp_path)
     tokens = tuple(some_tokens())
     plan = StepPlan(1, (ScheduledSequence(1, tokens, 0, tuple(range(-(-len(tokens) // 32))), Want.LOGITS),))
     found = runner.execute(plan).logits

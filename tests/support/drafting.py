@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from shoal.core.draft import Drafter
+from shoal.core.draft import FOR_EVER, Drafter
 from shoal.core.sequence import Sequence as ScheduledTokens
 from shoal.engine.loop import StepLoop
 
@@ -14,7 +14,7 @@ class AnyDrafter(Drafter):
     """Drafts random numbers of tokens, whether that pays or not."""
 
     def __init__(self, rng: random.Random, max_rows: int) -> None:
-        super().__init__(max_rows)
+        super().__init__(max_rows, patience=FOR_EVER, least_gain=0.0)
         self._rng = rng
 
     def choose(

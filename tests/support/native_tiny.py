@@ -15,6 +15,7 @@ from shoal.models.files import local_files
 from shoal.runners.native import runner as native_runner
 from shoal.runners.native.core import load_core
 from shoal.runners.native.runner import KvPrecision, NativeRunner
+from shoal.runners.registry import LocalModel
 from tests.support.tiny_models import write_model
 
 EMBD, FF, HEADS, KV_HEADS, DIM, VOCAB = 256, 256, 4, 2, 64, 130
@@ -130,7 +131,7 @@ def open_tiny(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOAL_ISA", isa)
         return NativeRunner.load(
-            local_files("tiny", path),
+            LocalModel.read(local_files("tiny", path)),
             kv_bytes=kv_bytes,
             cache_dir=path.parent,
             threads=threads,

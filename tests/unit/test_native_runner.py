@@ -113,6 +113,9 @@ def test_the_extension_packs_nothing_beyond_its_arrays() -> None:
     ):
         with pytest.raises(core.FormatError):
             core.pack(*arguments)
+    other = asdict(pack.entry_of(random_part("Q4_K", (32, 256)), 0)[0])  # of as many bytes
+    with pytest.raises(core.FormatError, match="form"):
+        core.pack(other, "Q4_0", np.zeros(32 * 144, np.uint8), np.zeros(core.strips_of(other)[0], np.uint8))
 
 
 def test_a_second_load_reads_what_the_first_packed(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +181,8 @@ def test_a_packed_file_that_another_process_removes_is_made_again(
 
 
 def test_mapped_weights_give_the_same_bits_and_do_not_count(blocks: Path, tiny: NativeRunner) -> None:
-    files = local_files("tiny", blocks)
-    mapped = NativeRunner.load(files, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=2, mmap=True)
+    model = LocalModel.read(local_files("tiny", blocks))
+    mapped = NativeRunner.load(model, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=2, mmap=True)
     assert mapped.spec.weight_bytes == 0
     assert np.array_equal(run(mapped, item([3, 4, 5], 0, (0,))), run(tiny, item([3, 4, 5], 0, (0,))))
     mapped.close()
@@ -188,7 +191,54 @@ def test_mapped_weights_give_the_same_bits_and_do_not_count(blocks: Path, tiny: 
 def test_an_unwritable_cache_is_a_store_error(blocks: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write"):
-        NativeRunner.load(local_files("m", blocks), kv_bytes=1 << 22, cache_dir=tmp_path / "file" / "cache")
+        NativeRunner.load(
+            LocalModel.read(local_files("m", blocks)), kv_bytes=1 << 22, cache_dir=tmp_path / "file" / "cache"
+        )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource")
+def test_a_disk_that_takes_no_more_is_a_store_error_and_leaves_nothing(tmp_path: Path) -> None:
+    import resource
+
+    path = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StoreError, match="cannot write") as caught:
+            open_tiny(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in str(caught.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_packing_that_is_cancelled_ends_early_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, planned, made = write_blocks(tmp_path / "m.gguf", "Q8_0", layers=1), [], []
+    fill, write = pack._fill, pack._write_pieces
+
+    def slow_fill(piece: Any, out: Any) -> None:
+        made.append(piece)
+        time.sleep(0.01)
+        fill(piece, out)
+
+    def planned_write(file: int, pieces: Any, *rest: Any) -> list[int]:
+        planned.extend(pieces)
+        return write(file, pieces, *rest)
+
+    monkeypatch.setattr(pack, "_PIECE", 1)  # each strip is a piece
+    monkeypatch.setattr(pack, "_fill", slow_fill)
+    monkeypatch.setattr(pack, "_write_pieces", planned_write)
+
+    def progress(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    files = local_files("tiny", path)
+    with pytest.raises(KeyboardInterrupt):
+        runner.write_packed(LocalModel.read(files), packed_path(files, tmp_path), progress=progress)
+    assert 0 < len(made) < len(planned) // 2
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
 
 
 # -- what is taken ---------------------------------------------------------------------------------------------------
@@ -274,14 +324,14 @@ def test_the_extension_checks_the_packed_file_again(blocks: Path) -> None:
 
 
 def test_bad_settings_are_typed_errors(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = local_files("m", blocks)
+    model = LocalModel.read(local_files("m", blocks))
     with pytest.raises(ConfigError, match="one block of KV takes"):
-        NativeRunner.load(files, kv_bytes=100, cache_dir=blocks.parent)
+        NativeRunner.load(model, kv_bytes=100, cache_dir=blocks.parent)
     with pytest.raises(BackendError, match="not enough memory"):
-        NativeRunner.load(files, kv_bytes=1 << 50, cache_dir=blocks.parent)
+        NativeRunner.load(model, kv_bytes=1 << 50, cache_dir=blocks.parent)
     monkeypatch.setenv("SHOAL_ISA", "abacus")
     with pytest.raises(ModelFormatError, match="abacus"):
-        NativeRunner.load(files, kv_bytes=1 << 22, cache_dir=blocks.parent)
+        NativeRunner.load(model, kv_bytes=1 << 22, cache_dir=blocks.parent)
 
 
 def test_without_the_extension_the_reason_is_said(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,11 +478,11 @@ def single_cpu_threads() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two CPUs")
 def test_threads_are_pinned_only_when_asked(blocks: Path) -> None:
-    files, before = local_files("tiny", blocks), single_cpu_threads()
-    free = NativeRunner.load(files, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=3)
+    model, before = LocalModel.read(local_files("tiny", blocks)), single_cpu_threads()
+    free = NativeRunner.load(model, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=3)
     run(free, item([1, 2], 0, (0,)))
     assert single_cpu_threads() == before
-    pinned = NativeRunner.load(files, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=3, pin_threads=True)
+    pinned = NativeRunner.load(model, kv_bytes=4 << 20, cache_dir=blocks.parent, threads=3, pin_threads=True)
     assert np.array_equal(run(pinned, item([1, 2], 0, (0,))), run(free, item([1, 2], 0, (0,))))
     assert single_cpu_threads() == before + 2  # the caller's thread stays as it was
     pinned.close()

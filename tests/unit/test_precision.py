@@ -68,28 +68,28 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not isas(), reason="the native kernels are not built")
 @pytest.mark.parametrize("precision", AT_LOAD)
 def test_the_native_runner_computes_with_quantised_weights(precision: str, tmp_path: Path) -> None:
-    files = local_files("m", write_directory(tmp_path / "hub", unfolded("qwen3")))
+    model = LocalModel.read(local_files("m", write_directory(tmp_path / "hub", unfolded("qwen3"))))
     config = EngineConfig.of(precision=precision, runner="native")
     heard: list[tuple[str, int, int]] = []
     runner = NativeRunner.load(
-        files,
+        model,
         kv_bytes=8 << 20,
         cache_dir=tmp_path,
         precision=config.precision,
         progress=lambda *told: heard.append(told),
     )
     assert runner.spec.precision == precision
-    packed = packed_path(files, tmp_path, config.precision)
+    packed = packed_path(model.files, tmp_path, config.precision)
     assert packed.exists()
-    assert not packed_path(files, tmp_path).exists()
+    assert not packed_path(model.files, tmp_path).exists()
     assert {what for what, _, _ in heard} == {"pack"}
-    assert heard[-1][1] == heard[-1][2] < packed.stat().st_size < sum(f.stat().st_size for f in files.weights)
+    assert heard[-1][1] == heard[-1][2] < packed.stat().st_size < sum(f.stat().st_size for f in model.files.weights)
     tokens = tuple(some_tokens())
     plan = StepPlan(1, (ScheduledSequence(1, tokens, 0, tuple(range(-(-len(tokens) // 32))), Want.LOGITS),))
     found = runner.execute(plan).logits
     runner.close()
     assert found is not None
-    plain = decoder_of(files.path)
+    plain = decoder_of(model.files.path)
     exact = oracle.logits(quantised(plain, precision), tokens)[-1:]
     assert oracle.mean_kl(exact, found) < 1e-3
     if precision == "q4_0":  # and not with the others

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shoal.config import EngineConfig
-from shoal.core.draft import BUCKET_OF, BUCKETS, Drafter
+from shoal.core.draft import BUCKET_OF, BUCKETS, FOR_EVER, Drafter
 from shoal.core.pacing import Pacer
 from shoal.core.request import RequestSpec
 from shoal.core.sequence import Sequence as Tokens
@@ -126,7 +126,7 @@ class Proposal(NamedTuple):
 
 def proposals(texts: Sequence[WrittenText]) -> list[list[Proposal]]:
     """Of streams side by side, a token each at a time: what could be drafted behind each output token but the last."""
-    drafter, found = Drafter(_MOST_ROWS), [list[Proposal]() for _ in texts]
+    drafter, found = Drafter(_MOST_ROWS, patience=FOR_EVER), [list[Proposal]() for _ in texts]
     seqs = [
         Tokens(number, RequestSpec(prompt=text.prompt, sampling=SamplingParams(max_tokens=len(text.output) + 1)))
         for number, text in enumerate(texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 _START = 32  # prompt tokens beside decodes while nothing is known of this machine
@@ -28,6 +29,7 @@ def _places() -> list[tuple[int, float]]:
 
 
 _PLACES = _places()
+_SHAPES = [_shape(knot) for knot in _KNOTS]
 
 
 class StepTimes:
@@ -41,10 +43,11 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._level = 0.0
-        self._costs = [_shape(knot) for knot in _KNOTS]
+        self._costs = list(_SHAPES)
         self._seen = [0] * len(_KNOTS)
         self._steps = 0
         self._most = 1  # rows of the widest step
+        self._least: dict[int, tuple[int, float]] = {}  # by rows: `least_chance`, and after how many steps it was so
 
     @property
     def known(self) -> bool:
@@ -60,6 +63,22 @@ class StepTimes:
     def rows_within(self, ms: float) -> int:
         """The most rows that cannot take longer: beyond those seen, each may cost as much as one of those."""
         return int(self._most * ms / self(self._most))
+
+    def least_chance(self, rows: int, gain: float) -> float:
+        """How likely drafted tokens must be to count so that a step of `rows` with some of them can gain so much.
+
+        A bound, looked at anew every `_EAGER` steps: n tokens, none more likely than this, make `rows` sequences that
+        get on in proportion at most 1 + n * chance / rows times as fast. Infinite before a step was measured.
+        """
+        step, least = self._least.get(rows, (-_EAGER, math.inf))
+        if self._steps - step >= min(_EAGER, step + 1) and self._steps:
+            plain = self(rows) / self._level
+            least = (gain * self(rows + 1) / self(rows) - 1) * rows
+            for knot, cost in zip(_KNOTS, self._costs, strict=True):  # between them it only rises or only falls
+                if knot > rows:
+                    least = min(least, (gain * cost / plain - 1) * rows / (knot - rows))
+            self._least[rows] = self._steps, least
+        return least
 
     def observe(self, rows: int, ms: float) -> None:
         """Learn from one step."""
@@ -85,20 +104,21 @@ class StepTimes:
 
         The others come a little nearer to what would be guessed from the one seen `now`.
         """
-        known = [knot for knot, seen in enumerate(self._seen) if seen]
-        for knot, seen in enumerate(self._seen):
-            below = max((k for k in known if k < knot), default=None)
-            above = min((k for k in known if k > knot), default=None)
-            if seen:
-                guess = self._costs[now] * _shape(_KNOTS[knot]) / _shape(_KNOTS[now])
-                self._costs[knot] += 0.03 * (guess - self._costs[knot]) * (knot != now)
-            elif below is not None and above is not None:
-                part = (_KNOTS[knot] - _KNOTS[below]) / (_KNOTS[above] - _KNOTS[below])
-                self._costs[knot] = self._costs[below] + part * (self._costs[above] - self._costs[below])
+        costs, seen = self._costs, self._seen
+        above = [knot for knot, count in enumerate(seen) if count]  # those seen, from the one at hand on
+        below, at = -1, 0
+        for knot, shape in enumerate(_SHAPES):
+            if seen[knot]:
+                below, at = knot, at + 1
+                if knot != now:
+                    costs[knot] += 0.03 * (costs[now] * shape / _SHAPES[now] - costs[knot])
+            elif below >= 0 and at < len(above):
+                next_seen = above[at]
+                part = (_KNOTS[knot] - _KNOTS[below]) / (_KNOTS[next_seen] - _KNOTS[below])
+                costs[knot] = costs[below] + part * (costs[next_seen] - costs[below])
             else:
-                near = now if below is None and above is None else above if below is None else below
-                assert near is not None
-                self._costs[knot] = self._costs[near] * _shape(_KNOTS[knot]) / _shape(_KNOTS[near])
+                near = below if below >= 0 else above[0]
+                costs[knot] = costs[near] * shape / _SHAPES[near]
 
 
 class Pacer:

@@ -490,7 +490,7 @@ class Scheduler:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
         decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
         self.now = command.now
-        by_id, size, windows, drafter = self._by_id, self.kv.block_size, self.kv.windows, self._drafter
+        by_id, size, windows = self._by_id, self.kv.block_size, self.kv.windows
         if plan.copies:
             self._copied(plan)
         for item in plan.sequences:
@@ -518,8 +518,6 @@ class Scheduler:
                     self.queue.serve(seq, right)
                     drafted += len(drafts)
                     self.accepted += right
-                if drafter is not None and seq.spec.sampling.speculate:
-                    drafter.follow(seq)
                 if outcome.finish is not None:
                     self._end(seq, outcome.finish)
                 elif decoding:

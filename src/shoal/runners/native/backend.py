@@ -43,7 +43,7 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Pro
     kv_bytes = config.bytes_of("kv_memory")
     assert kv_bytes is not None
     return NativeRunner.load(
-        model.files,
+        model,
         kv_bytes=kv_bytes,
         memory_bytes=config.bytes_of("memory"),
         cache_dir=cache_dir,

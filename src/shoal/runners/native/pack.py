@@ -276,11 +276,7 @@ def _write_pieces(descriptor: int, pieces: list[_Piece], start: int, progress: P
             local.buffer = np.empty(most, np.uint8)
         out = local.buffer[: piece.end - piece.start]
         _fill(piece, out)
-        view, at = memoryview(out), start + piece.start
-        while view:
-            done = os.pwrite(descriptor, view, at)
-            view, at = view[done:], at + done
-        return int(core.hash(out))
+        return int(core.write(descriptor, out, start + piece.start))
 
     hashes = []
     with ThreadPoolExecutor(core.cpus()) as pool:

@@ -51,7 +51,7 @@ class NativeRunner:
     @classmethod
     def load(
         cls,
-        files: ModelFiles,
+        model: LocalModel,
         *,
         kv_bytes: int,
         cache_dir: Path,
@@ -66,7 +66,7 @@ class NativeRunner:
         precision: Precision = "auto",
         progress: Progress | None = None,
     ) -> NativeRunner:
-        """Load a GGUF for this machine's CPU.
+        """Load a model for this machine's CPU.
 
         Its weights are repacked once and kept in `cache_dir`. `kv_bytes` is the most that KV and checkpoints of
         recurrent state may take, `memory_bytes` what weights, these and the transient of a step may take together, of
@@ -83,7 +83,7 @@ class NativeRunner:
         for a budget below one block.
         """
         core = load_core()
-        path = packed_path(files, cache_dir, precision)
+        path = packed_path(model.files, cache_dir, precision)
         isa = os.environ.get("SHOAL_ISA", "auto")
 
         def made(packed: pack.Packed) -> NativeRunner:
@@ -108,13 +108,13 @@ class NativeRunner:
             return cls(loaded, spec, f"{path.name} {facts['kv_bits']} {loaded.isa} {core_hash()}{apart}")
 
         try:
-            return _of_packed(path, made, lambda: _pack_again(files, path, precision, progress))
+            return _of_packed(path, made, lambda: _pack_again(model, path, precision, progress))
         except core.FormatError as error:
             raise ModelFormatError(f"{path}: {error}", value=isa, hint="check SHOAL_ISA, or delete the file") from error
         except (MemoryError, RuntimeError) as error:
             hint = "lower kv_memory or threads, or free some memory"
             raise BackendError(
-                f"not enough memory or threads for {files.name} ({error})", value=kv_bytes, hint=hint
+                f"not enough memory or threads for {model.files.name} ({error})", value=kv_bytes, hint=hint
             ) from error
 
     @property
@@ -254,9 +254,9 @@ def _of_packed(path: Path, make: Callable[[pack.Packed], NativeRunner], pack_aga
     return make(pack.read_header(path))
 
 
-def _pack_again(files: ModelFiles, path: Path, precision: Precision, progress: Progress | None) -> None:
+def _pack_again(model: LocalModel, path: Path, precision: Precision, progress: Progress | None) -> None:
     """Pack, and remove what earlier versions of this package packed of the same model."""
-    write_packed(files, path, precision, progress)
+    write_packed(model, path, precision, progress)
     stem = path.name.removesuffix(f"{pack.LAYOUT_VERSION}.pack")
     for old in path.parent.glob(f"{stem}*.pack"):
         version = old.name.removeprefix(stem).removesuffix(".pack")
@@ -266,19 +266,19 @@ def _pack_again(files: ModelFiles, path: Path, precision: Precision, progress: P
 
 
 def write_packed(
-    files: ModelFiles, path: Path, precision: Precision = "auto", progress: Progress | None = None
+    model: LocalModel, path: Path, precision: Precision = "auto", progress: Progress | None = None
 ) -> None:
     """Pack a model's weights. Raises the `ModelError` that says why it cannot be."""
-    model = LocalModel.read(files).decoder()
+    decoder = model.decoder()
     if precision != "auto":
-        model = quantised(model, precision)
-    reason = describe.refuses(model)
+        decoder = quantised(decoder, precision)
+    reason = describe.refuses(decoder)
     if reason is not None:
         raise BackendError(
-            f"the native runner does not take {files.name}: {reason}", value=reason, hint="use runner='openvino'"
+            f"the native runner does not take {model.files.name}: {reason}", value=reason, hint="use runner='openvino'"
         )
-    describe.check(model, load_core())
-    pack.write_packed(path, describe.facts_of(model), describe.tensors_of(model), progress)
+    describe.check(decoder, load_core())
+    pack.write_packed(path, describe.facts_of(decoder), describe.tensors_of(decoder), progress)
 
 
 def _row_bytes(facts: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "model.h"
 
@@ -151,6 +152,23 @@ void pack(const nb::dict& entry, const std::string& type, Source raw, Bytes out)
     pack_strips(form, type, raw.data(), out.data());
 }
 
+// A piece of the packed file to its place; gives its hash. OSError when the disk will not have it.
+uint64_t write_with_hash(int descriptor, Source piece, size_t at) {
+    uint64_t hash = 0;
+    int failed = 0;
+    {
+        nb::gil_scoped_release release;
+        hash = hash_of(piece.data(), piece.size());
+        failed = write_piece(descriptor, piece.data(), piece.size(), at);
+    }
+    if (failed) {
+        errno = failed;
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
+    }
+    return hash;
+}
+
 // Row `row` of a packed matrix, as float32.
 void unpack(const nb::dict& entry, Source packed, int row,
             nb::ndarray<float, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
@@ -223,6 +241,7 @@ NB_MODULE(_core, m) {
         },
         "Bytes of a strip, and how many strips there are. FormatError when there is no kernel for the form.");
     m.def("pack", &pack);
+    m.def("write", &write_with_hash);
     m.def("unpack", &unpack);
     m.def("hash", [](Source data) { return hash_of(data.data(), data.size()); });
     m.def(

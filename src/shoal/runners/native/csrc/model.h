@@ -300,10 +300,14 @@ void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& e
 std::vector<const Kernels*> supported_kernels();        // best first
 const Kernels* choose_kernels(const std::string& isa);  // the first whose name is or begins with `isa`
 
-// In pack.cpp. Offsets of entries count from the start of the file.
-Matrix form_of(const Entry& e);                                // without data; FormatError when it has no kernel
-Pages read_packed(const Packed& file, int threads, bool map);  // DamagedError when it cannot be read or a hash differs
+// In packed_file.cpp. Offsets of entries count from the start of the file.
 uint64_t hash_of(const uint8_t* data, size_t bytes);
+// Writes all of it and lets the disk begin with it at once, so that an fsync has little to wait for. Returns errno, 0 when done.
+int write_piece(int descriptor, const uint8_t* data, size_t bytes, size_t at);
+Pages read_packed(const Packed& file, int threads, bool map);  // DamagedError when it cannot be read or a hash differs
+
+// In pack.cpp.
+Matrix form_of(const Entry& e);                         // without data; FormatError when it has no kernel
 void unpack_row(const Matrix& w, int row, float* out);  // one output's weights, exact
 // All rows of a matrix, blocks of a GGML type, to its strips. FormatError for a type that is not known.
 void pack_strips(const Matrix& form, const std::string& type, const uint8_t* raw, uint8_t* out);

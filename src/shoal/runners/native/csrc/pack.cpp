@@ -1,10 +1,6 @@
-// From the blocks of GGML types to strips (kernels.h draws both sides' codes) and back to floats; and a packed file into memory.
-#include <atomic>
-#include <cstdio>
+// From the blocks of GGML types to strips (kernels.h draws both sides' codes) and back to floats.
+#include <algorithm>
 #include <cstring>
-#include <fcntl.h>
-#include <thread>
-#include <unistd.h>
 
 #include "model.h"
 
@@ -12,62 +8,78 @@ namespace shoal {
 
 namespace {
 
-// One block of one row, taken apart. `sc` and `sm` are scales and minima of its parts, as the scales of the form have them.
+// One block of one row, taken apart: the codes (of 5 and 6 bits the low four, of 3 the low two, and `upper` has the others), and as
+// `sc` and `sm` scales and minima of its parts, as the scales of the form have them.
 struct Block {
     alignas(64) uint8_t codes[256];
+    uint8_t upper[256];
     uint8_t sc[16], sm[16];
     uint16_t d, m;
 };
 
-uint16_t half_at(const uint8_t* p) {
-    uint16_t h;
-    memcpy(&h, p, 2);
-    return h;
+template <class T>
+T load(const uint8_t* p) {
+    T x;
+    memcpy(&x, p, sizeof x);
+    return x;
 }
-uint32_t word_at(const uint8_t* p) {
-    uint32_t u;
-    memcpy(&u, p, 4);
-    return u;
-}
-void nibbles(const uint8_t* q, int n, uint8_t* codes) {  // n low ones, then n high ones
-    for (int i = 0; i < n; i++) codes[i] = q[i] & 15, codes[n + i] = q[i] >> 4;
-}
-void fifth_bits(const uint8_t* p, uint8_t* codes) {
-    const uint32_t bits = word_at(p);
-    for (int i = 0; i < 32; i++) codes[i] = uint8_t(codes[i] | (bits >> i & 1) << 4);
-}
-void two_bits(const uint8_t* q, uint8_t* codes) {  // 64 bytes: of every 32 the lowest bits first
-    for (int h = 0; h < 2; h++)
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 32; i++) codes[128 * h + 32 * j + i] = q[32 * h + i] >> 2 * j & 3;
-}
-void six_bit_scales(const uint8_t* s, Block& b) {
-    for (int j = 0; j < 4; j++) {
-        b.sc[j] = s[j] & 63, b.sm[j] = s[j + 4] & 63;
-        b.sc[j + 4] = uint8_t((s[j + 8] & 15) | s[j] >> 6 << 4),
-                 b.sm[j + 4] = uint8_t(s[j + 8] >> 4 | s[j + 4] >> 6 << 4);
+uint16_t half_at(const uint8_t* p) { return load<uint16_t>(p); }
+
+// Codes are cut out of and put into whole words of 64 bits, eight of them at once. Vectors of two are in every baseline, so this
+// needs no flags, and no compiler that finds them.
+typedef uint64_t Pair __attribute__((vector_size(16)));
+constexpr uint64_t kBytes = 0x0101010101010101;  // times n: n in each byte
+
+void put(uint8_t* p, Pair x) { memcpy(p, &x, sizeof x); }
+
+template <int kCodes>
+void nibbles(const uint8_t* q, uint8_t* codes) {  // so many low ones, then as many high ones
+    for (int i = 0; i < kCodes; i += 16) {
+        const Pair x = load<Pair>(q + i);
+        put(codes + i, x & 15 * kBytes), put(codes + kCodes + i, x >> 4 & 15 * kBytes);
     }
 }
+// Bits kBits * j, and as many as that, of each of 32 bytes become codes 32 j + 0 .. 31, for so many j.
+template <int kBits, int kTimes>
+void planes(const uint8_t* p, uint8_t* codes) {
+    for (int i = 0; i < 32; i += 16) {
+        Pair x = load<Pair>(p + i);
+        for (int j = 0; j < kTimes; j++, x >>= kBits) put(codes + 32 * j + i, x & ((1 << kBits) - 1) * kBytes);
+    }
+}
+void bits(const uint8_t* p, uint8_t* codes) {  // bit i of 32 is code i
+    for (int i = 0; i < 4; i++) {
+        const uint64_t own = p[i] * kBytes & 0x8040201008040201, set = own + 0x7f * kBytes;  // its top bit, if any
+        const uint64_t eight = set >> 7 & kBytes;
+        memcpy(codes + 8 * i, &eight, 8);
+    }
+}
+void six_bit_scales(const uint8_t* s, Block& b) {  // of four parts as they are; of four more the upper two bits above those
+    const uint32_t sc = load<uint32_t>(s), sm = load<uint32_t>(s + 4), low = load<uint32_t>(s + 8);
+    constexpr uint32_t k15 = uint32_t(15 * kBytes), k48 = uint32_t(48 * kBytes), k63 = uint32_t(63 * kBytes);
+    const uint32_t scales[2] = {sc & k63, (low & k15) | (sc >> 2 & k48)};
+    const uint32_t minima[2] = {sm & k63, (low >> 4 & k15) | (sm >> 2 & k48)};
+    memcpy(b.sc, scales, 8), memcpy(b.sm, minima, 8);
+}
 
-void q4_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles(p + 2, 16, b.codes); }
-void q4_1(const uint8_t* p, Block& b) { b.d = half_at(p), b.m = half_at(p + 2), nibbles(p + 4, 16, b.codes); }
-void q5_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles(p + 6, 16, b.codes), fifth_bits(p + 2, b.codes); }
+void q4_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles<16>(p + 2, b.codes); }
+void q4_1(const uint8_t* p, Block& b) { b.d = half_at(p), b.m = half_at(p + 2), nibbles<16>(p + 4, b.codes); }
+void q5_0(const uint8_t* p, Block& b) { b.d = half_at(p), nibbles<16>(p + 6, b.codes), bits(p + 2, b.upper); }
 void q5_1(const uint8_t* p, Block& b) {
-    b.d = half_at(p), b.m = half_at(p + 2), nibbles(p + 8, 16, b.codes), fifth_bits(p + 4, b.codes);
+    b.d = half_at(p), b.m = half_at(p + 2), nibbles<16>(p + 8, b.codes), bits(p + 4, b.upper);
 }
 void q8_0(const uint8_t* p, Block& b) {
     b.d = half_at(p);
-    for (int i = 0; i < 32; i++) b.codes[i] = p[2 + i] ^ 0x80;
+    for (int i = 0; i < 32; i += 16) put(b.codes + i, load<Pair>(p + 2 + i) ^ 0x80 * kBytes);
 }
 void q2_k(const uint8_t* p, Block& b) {
     for (int i = 0; i < 16; i++) b.sc[i] = p[i] & 15, b.sm[i] = p[i] >> 4;
-    two_bits(p + 16, b.codes);
+    planes<2, 4>(p + 16, b.codes), planes<2, 4>(p + 48, b.codes + 128);
     b.d = half_at(p + 80), b.m = half_at(p + 82) ^ 0x8000;
 }
 void q3_k(const uint8_t* p, Block& b) {
-    two_bits(p + 32, b.codes);
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 32; i++) b.codes[32 * j + i] = uint8_t(b.codes[32 * j + i] | (p[i] >> j & 1) << 2);
+    planes<2, 4>(p + 32, b.codes), planes<2, 4>(p + 64, b.codes + 128);
+    planes<1, 8>(p, b.upper);
     const uint8_t* s = p + 96;
     for (int i = 0; i < 16; i++)
         b.sc[i] = uint8_t(((i < 8 ? s[i] & 15 : s[i - 8] >> 4) | (s[8 + i % 4] >> 2 * (i / 4) & 3) << 4) - 32);
@@ -76,22 +88,18 @@ void q3_k(const uint8_t* p, Block& b) {
 void q4_k(const uint8_t* p, Block& b) {
     b.d = half_at(p), b.m = half_at(p + 2) ^ 0x8000;
     six_bit_scales(p + 4, b);
-    for (int j = 0; j < 4; j++) nibbles(p + 16 + 32 * j, 32, b.codes + 64 * j);
+    for (int j = 0; j < 4; j++) nibbles<32>(p + 16 + 32 * j, b.codes + 64 * j);
 }
 void q5_k(const uint8_t* p, Block& b) {
     b.d = half_at(p), b.m = half_at(p + 2) ^ 0x8000;
     six_bit_scales(p + 4, b);
-    for (int j = 0; j < 4; j++) nibbles(p + 48 + 32 * j, 32, b.codes + 64 * j);
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 32; i++) b.codes[32 * j + i] = uint8_t(b.codes[32 * j + i] | (p[16 + i] >> j & 1) << 4);
+    for (int j = 0; j < 4; j++) nibbles<32>(p + 48 + 32 * j, b.codes + 64 * j);
+    planes<1, 8>(p + 16, b.upper);
 }
 void q6_k(const uint8_t* p, Block& b) {
     for (int h = 0; h < 2; h++) {
-        uint8_t* codes = b.codes + 128 * h;
-        const uint8_t *low = p + 64 * h, *upper = p + 128 + 32 * h;
-        nibbles(low, 64, codes);
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 32; i++) codes[32 * j + i] = uint8_t(codes[32 * j + i] | (upper[i] >> 2 * j & 3) << 4);
+        nibbles<64>(p + 64 * h, b.codes + 128 * h);
+        planes<2, 4>(p + 128 + 32 * h, b.upper + 128 * h);
     }
     memcpy(b.sc, p + 192, 16);
     b.d = half_at(p + 208);
@@ -101,10 +109,10 @@ void iq4_xs(const uint8_t* p, Block& b) {
     const int upper = half_at(p + 2);
     for (int j = 0; j < 8; j++) {
         b.sc[j] = uint8_t(((p[4 + j / 2] >> j % 2 * 4 & 15) | (upper >> 2 * j & 3) << 4) - 32);
-        nibbles(p + 8 + 16 * j, 16, b.codes + 32 * j);
+        nibbles<16>(p + 8 + 16 * j, b.codes + 32 * j);
     }
 }
-void mxfp4(const uint8_t* p, Block& b) { b.sc[0] = p[0], nibbles(p + 1, 16, b.codes); }
+void mxfp4(const uint8_t* p, Block& b) { b.sc[0] = p[0], nibbles<16>(p + 1, b.codes); }
 // What pack.py makes of the types whose values come from a grid: d, 16 scales, codes two by two.
 void grid(const uint8_t* p, Block& b) {
     b.d = half_at(p);
@@ -112,80 +120,151 @@ void grid(const uint8_t* p, Block& b) {
     for (int i = 0; i < 128; i++) b.codes[2 * i] = p[18 + i] & 15, b.codes[2 * i + 1] = p[18 + i] >> 4;
 }
 
+// Words of four codes, of one group and two outputs side by side, to their places. The low halves of a's and b's first numbers are
+// eight bytes of one vector, those of their second numbers of the other.
+void put_words(uint8_t* one, uint8_t* other, Pair a, Pair b) {
+    const Pair both = (a & 0xffffffff) | b << 32;
+    const uint64_t first = both[0], second = both[1];
+    memcpy(one, &first, 8), memcpy(other, &second, 8);
+}
+Pair fours(const uint8_t* codes) {  // 16 codes of 4 bits: two words
+    const Pair q = load<Pair>(codes);
+    return q | q >> 28;
+}
+Pair twos(const uint8_t* codes) {  // 32 codes of 2 bits: two words
+    const auto part = [codes](int i) { return Pair{load<uint64_t>(codes + i), load<uint64_t>(codes + 16 + i)}; };
+    const Pair q = part(0) | part(8) << 4;
+    return q | q >> 30;
+}
+uint32_t ones(const uint8_t* codes) {  // 32 codes of a bit: a word
+    Pair q = load<Pair>(codes) | load<Pair>(codes + 16) << 4;
+    q |= q >> 31;
+    return uint32_t(q[0] | q[1] << 2);
+}
+template <Codes kCodes>
+void put_codes(const Block& a, const Block& b, int from, uint8_t* low, uint8_t* upper) {
+    constexpr int kVector = 64;
+    for (int i = 0; kCodes > Codes::kThree && i < 2; i++) {
+        const uint8_t *p = a.codes + from + 16 * i, *q = b.codes + from + 16 * i;
+        if constexpr (kCodes == Codes::kEight) {
+            uint8_t* at = low + 4 * kVector * i;
+            put_words(at, at + 2 * kVector, load<Pair>(p), load<Pair>(q));
+            put_words(at + kVector, at + 3 * kVector, load<Pair>(p) >> 32, load<Pair>(q) >> 32);
+        } else
+            put_words(low + 2 * kVector * i, low + 2 * kVector * i + kVector, fours(p), fours(q));
+    }
+    if constexpr (kCodes <= Codes::kThree) put_words(low, low + kVector, twos(a.codes + from), twos(b.codes + from));
+    if constexpr (kCodes == Codes::kSix) put_words(upper, upper + kVector, twos(a.upper + from), twos(b.upper + from));
+    if constexpr (kCodes == Codes::kThree || kCodes == Codes::kFive) {
+        const uint32_t words[2] = {ones(a.upper + from), ones(b.upper + from)};
+        memcpy(upper, words, 8);
+    }
+}
+
+// Bytes of one output to their places, which are so far apart as a strip has outputs.
+template <int kCount>
+void put_bytes(uint8_t* at, const uint8_t* bytes, int step = 1) {
+    for (int i = 0; i < kCount; i++) at[i * kStrip] = bytes[i * step];
+}
+template <Scales kScales>
+void put_scales(const Block& b, uint8_t* out, int row) {
+    if constexpr (kScales == Scales::kPower) return put_bytes<1>(out + row, b.sc);
+    constexpr int at = has_min(kScales) ? 128 : 64, parts = 8 * kGroup / scale_inputs(kScales);
+    memcpy(out + 2 * row, &b.d, 2);
+    if (has_min(kScales)) memcpy(out + 64 + 2 * row, &b.m, 2);
+    if constexpr (kScales == Scales::kByte || kScales == Scales::kByte16) put_bytes<parts>(out + at + row, b.sc);
+    if constexpr (kScales == Scales::kNibbles || kScales == Scales::kSix) {
+        const Pair sc = load<Pair>(b.sc), sm = load<Pair>(b.sm);
+        uint8_t bytes[16];
+        put(bytes, (sc & 15 * kBytes) | (sm & 15 * kBytes) << 4), put_bytes<parts>(out + at + row, bytes);
+        if constexpr (kScales == Scales::kSix) {
+            const Pair above = (sc >> 4 & 3 * kBytes) | (sm >> 4 & 3 * kBytes) << 2;
+            put(bytes, above | above >> 4), put_bytes<4>(out + 384 + row, bytes, 2);  // of two parts, in every second
+        }
+    }
+}
+
+// Blocks of one GGML type, of so many bytes, to strips of its form. A block of the file is a block of the strip.
+template <auto kTake, int kBlockBytes, Codes kCodes, Scales kScales>
+void pack_blocks(const Matrix& w, const uint8_t* raw, uint8_t* out) {
+    constexpr int groups = groups_of_block(kScales), low = low_bytes(kCodes), upper = upper_bytes(kCodes);
+    const int blocks = w.k / kGroup / groups;
+    const size_t row = size_t(blocks) * kBlockBytes;
+    std::vector<Block> rows(kStrip);
+    for (int first = 0; first < w.n; first += kStrip) {
+        const int count = std::min(w.n - first, kStrip);
+        std::fill(rows.begin() + count, rows.end(), Block{});
+        for (int b = 0; b < blocks; b++, out += block_bytes(kCodes, kScales)) {
+            for (int r = 0; r < count; r++)
+                kTake(raw + size_t(first + r) * row + size_t(b) * kBlockBytes, rows[size_t(r)]);
+            for (int r = 0; r < kStrip; r++) put_scales<kScales>(rows[size_t(r)], out, r);
+            uint8_t* group = out + scale_bytes(kScales);
+            for (int g = 0; g < groups; g++, group += group_bytes(kCodes))
+                for (int r = 0; r < kStrip; r += 2)
+                    put_codes<kCodes>(rows[size_t(r)], rows[size_t(r) + 1], g * kGroup,
+                                      group + r / 16 * low + r % 16 * 4, group + 2 * low + r / 16 * upper + r % 16 * 4);
+        }
+    }
+}
+
+// Values of 16 or 32 bits: [32 rows][k] to [k][32 rows], in parts that stay in the first cache.
+template <class T>
+void pack_values(const Matrix& w, const uint8_t* raw, uint8_t* out) {
+    constexpr int kPart = 64;
+    const size_t row = size_t(w.k) * sizeof(T);
+    for (int first = 0; first < w.n; first += kStrip) {
+        const int count = std::min(w.n - first, kStrip);
+        for (int from = 0; from < w.k; from += kPart) {
+            const int part = std::min(w.k - from, kPart);
+            if (count < kStrip) memset(out, 0, size_t(part) * kStrip * sizeof(T));
+            for (int r = 0; r < count; r++)
+                for (int k = 0; k < part; k++)
+                    memcpy(out + size_t(k * kStrip + r) * sizeof(T),
+                           raw + size_t(first + r) * row + size_t(from + k) * sizeof(T), sizeof(T));
+            out += size_t(part) * kStrip * sizeof(T);
+        }
+    }
+}
+
+// How a GGML type becomes strips: `weights` in `bytes` are a block.
 struct Type {
     const char* name;
-    int weights, bytes;  // of a block
-    void (*take)(const uint8_t*, Block&);
+    int weights, bytes;
+    Codes codes;
+    Scales scales;
+    void (*pack)(const Matrix&, const uint8_t* raw, uint8_t* out);
 };
-constexpr Type kTypes[] = {{"Q4_0", 32, 18, q4_0},       {"Q4_1", 32, 20, q4_1},   {"Q5_0", 32, 22, q5_0},
-                           {"Q5_1", 32, 24, q5_1},       {"Q8_0", 32, 34, q8_0},   {"Q2_K", 256, 84, q2_k},
-                           {"Q3_K", 256, 110, q3_k},     {"Q4_K", 256, 144, q4_k}, {"Q5_K", 256, 176, q5_k},
-                           {"Q6_K", 256, 210, q6_k},     {"IQ4_NL", 32, 18, q4_0}, {"MXFP4", 32, 17, mxfp4},
-                           {"IQ4_XS", 256, 136, iq4_xs}, {"GRID", 256, 146, grid}, {"F16", 1, 2, nullptr},
-                           {"BF16", 1, 2, nullptr},      {"F32", 1, 4, nullptr}};
+template <auto kTake, int kBlockBytes, Codes kCodes, Scales kScales>
+constexpr Type quantised(const char* name) {
+    return {name,    groups_of_block(kScales) * kGroup, kBlockBytes, kCodes, kScales,
+            pack_blocks<kTake, kBlockBytes, kCodes, kScales>};
+}
+template <class T>
+constexpr Type plain(const char* name, Codes codes) {
+    return {name, 1, int(sizeof(T)), codes, Scales::kNone, pack_values<T>};
+}
+constexpr Type kTypes[] = {quantised<q4_0, 18, Codes::kFour, Scales::kHalf>("Q4_0"),
+                           quantised<q4_1, 20, Codes::kFour, Scales::kHalfMin>("Q4_1"),
+                           quantised<q5_0, 22, Codes::kFive, Scales::kHalf>("Q5_0"),
+                           quantised<q5_1, 24, Codes::kFive, Scales::kHalfMin>("Q5_1"),
+                           quantised<q8_0, 34, Codes::kEight, Scales::kHalf>("Q8_0"),
+                           quantised<q2_k, 84, Codes::kTwo, Scales::kNibbles>("Q2_K"),
+                           quantised<q3_k, 110, Codes::kThree, Scales::kByte16>("Q3_K"),
+                           quantised<q4_k, 144, Codes::kFour, Scales::kSix>("Q4_K"),
+                           quantised<q5_k, 176, Codes::kFive, Scales::kSix>("Q5_K"),
+                           quantised<q6_k, 210, Codes::kSix, Scales::kByte16>("Q6_K"),
+                           quantised<q4_0, 18, Codes::kTable, Scales::kHalf>("IQ4_NL"),
+                           quantised<mxfp4, 17, Codes::kTable, Scales::kPower>("MXFP4"),
+                           quantised<iq4_xs, 136, Codes::kTable, Scales::kByte>("IQ4_XS"),
+                           quantised<grid, 146, Codes::kTable, Scales::kByte16>("GRID"),
+                           plain<uint16_t>("F16", Codes::kHalf),
+                           plain<uint16_t>("BF16", Codes::kBf16),
+                           plain<uint32_t>("F32", Codes::kFloat)};
 
 const Type& type_of(const std::string& name) {
     for (const Type& type : kTypes)
         if (name == type.name) return type;
     throw FormatError("type " + name + " has no kernel");
-}
-
-// Codes of one output and group, as words of four inputs, to their places: `low` and `upper` are of its half, `lane` its place there.
-void put_codes(Codes codes, const uint32_t* q, int lane, uint8_t* low, uint8_t* upper) {
-    const auto put = [lane](uint8_t* at, int vector, uint32_t word) { memcpy(at + vector * 64 + lane * 4, &word, 4); };
-    if (codes == Codes::kEight) {
-        for (int j = 0; j < 8; j++) put(low, j, q[j]);
-        return;
-    }
-    uint32_t two[2] = {}, one = 0;  // planes of the low, or of the upper bits
-    const int from = codes <= Codes::kThree ? 0 : 4, bit = codes == Codes::kThree ? 2 : 4;
-    for (int j = 0; j < 8; j++) {
-        two[j / 4] |= (q[j] >> from & 0x03030303) << j % 4 * 2;
-        one |= (q[j] >> bit & 0x01010101) << j;
-    }
-    if (codes <= Codes::kThree)
-        put(low, 0, two[0]), put(low, 1, two[1]);
-    else
-        for (int j = 0; j < 4; j++) put(low, j, (q[2 * j] & 0x0f0f0f0f) | (q[2 * j + 1] & 0x0f0f0f0f) << 4);
-    if (codes == Codes::kSix) put(upper, 0, two[0]), put(upper, 1, two[1]);
-    if (codes == Codes::kThree || codes == Codes::kFive) put(upper, 0, one);
-}
-
-void put_scales(Scales scales, const Block* rows, uint8_t* out) {
-    const auto put = [&](int at, auto value) {  // a byte of each row
-        for (int r = 0; r < kStrip; r++) out[at + r] = uint8_t(value(rows[r]));
-    };
-    if (scales == Scales::kPower) return put(0, [](const Block& b) { return b.sc[0]; });
-    for (int r = 0; r < kStrip; r++) {
-        memcpy(out + 2 * r, &rows[r].d, 2);
-        if (has_min(scales)) memcpy(out + 64 + 2 * r, &rows[r].m, 2);
-    }
-    const int parts = scales == Scales::kByte16 || scales == Scales::kNibbles ? 16
-                      : scales == Scales::kByte || scales == Scales::kSix     ? 8
-                                                                              : 0;
-    const int at = has_min(scales) ? 128 : 64;
-    for (int i = 0; i < parts; i++)
-        put(at + i * kStrip, [&](const Block& b) {
-            return scales >= Scales::kSix && has_min(scales) ? (b.sc[i] & 15) | (b.sm[i] & 15) << 4 : b.sc[i];
-        });
-    for (int i = 0; scales == Scales::kSix && i < 4; i++)
-        put(384 + i * kStrip, [&](const Block& b) {
-            return b.sc[2 * i] >> 4 | b.sm[2 * i] >> 4 << 2 | b.sc[2 * i + 1] >> 4 << 4 | b.sm[2 * i + 1] >> 4 << 6;
-        });
-}
-
-void pack_dense(const Matrix& w, const uint8_t* raw, uint8_t* out) {
-    const size_t size = w.codes == Codes::kFloat ? 4 : 2, row = size * size_t(w.k);
-    for (int s = 0; s < w.strips; s++, out += w.strip_bytes)
-        for (int r = 0; r < kStrip; r++) {
-            const int i = s * kStrip + r;
-            const uint8_t* from = i < w.n ? raw + size_t(i) * row : nullptr;
-            for (size_t k = 0; k < size_t(w.k); k++)
-                if (from)
-                    memcpy(out + (k * kStrip + size_t(r)) * size, from + k * size, size);
-                else
-                    memset(out + (k * kStrip + size_t(r)) * size, 0, size);
-        }
 }
 
 }  // namespace
@@ -229,28 +308,8 @@ size_t row_bytes(const std::string& name, int k) {
 
 void pack_strips(const Matrix& w, const std::string& name, const uint8_t* raw, uint8_t* out) {
     const Type& type = type_of(name);
-    if (!type.take) return pack_dense(w, raw, out);
-    const size_t row = row_bytes(name, w.k), size = size_t(block_bytes(w.codes, w.scales));
-    const int low = low_bytes(w.codes), upper = upper_bytes(w.codes);
-    std::vector<Block> rows(kStrip);
-    for (int s = 0; s < w.strips; s++)
-        for (int b = 0; b < w.k / type.weights; b++, out += size) {
-            for (int r = 0; r < kStrip; r++) {
-                const int i = s * kStrip + r;
-                if (i < w.n)
-                    type.take(raw + size_t(i) * row + size_t(b) * size_t(type.bytes), rows[size_t(r)]);
-                else
-                    rows[size_t(r)] = {};
-            }
-            put_scales(w.scales, rows.data(), out);
-            uint8_t* group = out + scale_bytes(w.scales);
-            for (int g = 0; g < type.weights / kGroup; g++, group += group_bytes(w.codes))
-                for (int r = 0; r < kStrip; r++) {
-                    uint32_t q[8];
-                    memcpy(q, rows[size_t(r)].codes + g * kGroup, 32);
-                    put_codes(w.codes, q, r % 16, group + r / 16 * low, group + 2 * low + r / 16 * upper);
-                }
-        }
+    if (w.codes != type.codes || w.scales != type.scales) throw FormatError("type " + name + " has another form");
+    type.pack(w, raw, out);
 }
 
 namespace {
@@ -303,7 +362,7 @@ void unpack_row(const Matrix& w, int row, float* out) {
     if (is_dense(w.codes)) {
         for (int k = 0; k < w.k; k++) {
             const uint8_t* p = data + size_t(k * kStrip + lane) * (w.codes == Codes::kFloat ? 4 : 2);
-            out[k] = w.codes == Codes::kFloat  ? float_of(word_at(p))
+            out[k] = w.codes == Codes::kFloat  ? float_of(load<uint32_t>(p))
                      : w.codes == Codes::kHalf ? from_half(half_at(p))
                                                : float_of(uint32_t(half_at(p)) << 16);
         }
@@ -320,67 +379,6 @@ void unpack_row(const Matrix& w, int row, float* out) {
             out[g * kGroup + i] = a.d * float(code_of(w, group, lane, i) - offset) + a.m;
         }
     }
-}
-
-// Eight sums of 64 bits, so that none waits for its own multiplication; every input bit goes into the result.
-uint64_t hash_of(const uint8_t* data, size_t bytes) {
-    constexpr uint64_t kPrime = 0x9e3779b97f4a7c15, kOther = 0xc2b2ae3d27d4eb4f;
-    uint64_t h[8];
-    for (int i = 0; i < 8; i++) h[i] = kPrime * uint64_t(i + 1) ^ bytes;
-    const auto mix = [](uint64_t sum, uint64_t word) {
-        sum = (sum ^ word) * kPrime;
-        return sum ^ sum >> 29;
-    };
-    size_t at = 0;
-    for (; at + 64 <= bytes; at += 64)
-        for (int i = 0; i < 8; i++) {
-            uint64_t word;
-            memcpy(&word, data + at + size_t(i) * 8, 8);
-            h[i] = mix(h[i], word);
-        }
-    uint64_t out = bytes;
-    for (; at < bytes; at++) out = mix(out, data[at]);
-    for (uint64_t x : h) out = (mix(out, x) ^ x >> 32) * kOther;
-    return out ^ out >> 32;
-}
-
-Pages read_packed(const Packed& file, int threads, bool map) {
-    struct Descriptor {
-        int fd;
-        ~Descriptor() {
-            if (fd >= 0) close(fd);
-        }
-    } source{open(file.path.c_str(), O_RDONLY | O_CLOEXEC)};
-    const off_t size = source.fd < 0 ? -1 : lseek(source.fd, 0, SEEK_END);
-    if (size < 0) throw DamagedError(file.path + " cannot be read");
-    std::vector<size_t> starts = {file.start};
-    for (const Piece& piece : file.pieces) starts.push_back(starts.back() + std::min(piece.bytes, size_t(size) + 1));
-    if (starts.back() != size_t(size)) throw DamagedError(file.path + " does not end where its pieces do");
-    if (map) return Pages(source.fd, size_t(size));  // unchecked: to hash it would read it all
-    Pages pages{size_t(size)};
-    std::atomic<size_t> next{0};
-    std::atomic<int> unread{0}, wrong{0};
-    const auto work = [&] {
-        for (size_t i; (i = next.fetch_add(1)) < file.pieces.size();) {
-            for (size_t at = starts[i]; at < starts[i + 1];) {
-                const ssize_t got = pread(source.fd, pages.data() + at, starts[i + 1] - at, off_t(at));
-                if (got <= 0) {
-                    unread++;
-                    return;
-                }
-                at += size_t(got);
-            }
-            if (hash_of(pages.data() + starts[i], file.pieces[i].bytes) != file.pieces[i].hash) wrong++;
-        }
-    };
-    {
-        std::vector<std::jthread> others;
-        for (int i = 1; i < threads; i++) others.emplace_back(work);
-        work();
-    }
-    if (unread) throw DamagedError(file.path + " cannot be read");
-    if (wrong) throw DamagedError(file.path + " is damaged: what it holds is not what was written");
-    return pages;
 }
 
 }  // namespace shoal
