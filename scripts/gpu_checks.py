@@ -14,6 +14,8 @@ FORMS: list[dict[str, Any]] = [
     {"kind": "Q4_0", "soft_cap": 20.0},
     {"kind": "Q8_0", "heads": 8, "kv_heads": 1},
     {"heads": 6, "kv_heads": 2},
+    {"width": 1024, "ff": 3072, "heads": 16, "kv_heads": 8},
+    {"width": 1024, "ff": 1024, "heads": 16, "kv_heads": 4, "bias": True, "eight": True},
     {"eight": True},
     {"layers": 4, "nets": (2, 4, 128, 128)},
     {"kind": "Q8_0", "dim": 256, "nets": (1, 4, 48, 64), "mixture": {"experts": 8, "used": 2, "shared": True}},
@@ -147,6 +149,7 @@ def check_schedules(schedules: int) -> dict[str, Any]:
 
     forms: dict[str, dict[str, Any]] = {
         "bf16": {},
+        "norms in products": {"width": 1024, "ff": 3072, "heads": 16, "kv_heads": 8},
         "Q4_K, KV in 8 bits": {"kind": "Q4_K", "eight": True},
         "windows and sinks": {"window": 40, "sinks": True},
         "experts": {"mixture": {"experts": 8, "used": 2, "shared": True, "gated": True}},

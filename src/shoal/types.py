@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from shoal.checks import is_number, is_whole
 from shoal.errors import InvalidRequestError, ShoalError
@@ -349,8 +349,7 @@ class Result:
         return self.receipt.cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """News of one request: tokens that appeared, the text they completed, and at the end its result.
 
     Exactly one event of a request has a `result`, and it is the last. The joined `text` of all its events is

@@ -48,7 +48,8 @@ def test_what_does_not_fit_registers_goes_the_other_way() -> None:
     for kind, inputs, rows in (
         ("BF16", 512, 1),
         ("BF16", 1024, 17),
-        ("BF16", 3072, 3),
+        ("BF16", 4096, 3),
+        ("BF16", 3072, 9),
         ("BF16", 8192, 1),
         ("Q8_0", 1024, 1),
     ):

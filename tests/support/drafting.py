@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 
 from shoal.core.draft import FOR_EVER, Drafter
-from shoal.core.pacing import StepTimes
 from shoal.core.sequence import Sequence as ScheduledTokens
 from shoal.engine.loop import StepLoop
 
@@ -15,11 +14,8 @@ class AnyDrafter(Drafter):
     """Drafts random numbers of tokens, whether that pays or not."""
 
     def __init__(self, rng: random.Random, max_rows: int) -> None:
-        super().__init__(max_rows, patience=FOR_EVER)
+        super().__init__(max_rows, patience=FOR_EVER, least_gain=0.0)
         self._rng = rng
-
-    def least_chance(self, streams: int, times: StepTimes) -> float:
-        return 0.0
 
     def choose(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,20 @@ def test_an_index_is_bounded_by_its_tokens() -> None:
     assert tables + 4 * len(index) <= 36 * len(index)
 
 
+def test_what_is_put_behind_is_found_when_somebody_looks() -> None:
+    rng, index, text = random.Random(2), Suffixes(), list[int]()
+    for size in (1, 1, 3, 40, 2, 500):
+        more = [rng.randrange(1000) for _ in range(size)]
+        index.add(more)
+        text += more
+        if len(text) > 5:
+            at = rng.randrange(4, len(text))
+            place, length = index.find(Suffixes(text[:at]))
+            assert length >= 2
+            assert text[place - length : place] == text[at - length : at]
+        assert index.find(Suffixes(text[-4:])) == (-1, 0)  # nothing follows its end
+
+
 # -- who drafts what ----------------------------------------------------------------------------------------------
 
 
@@ -134,6 +149,49 @@ def test_a_running_sibling_is_read_too() -> None:
     second.tokens.append(text[5])
     drafter.follow(second)
     assert upcoming(second, 20) == text[6:26]
+
+
+def test_what_ended_before_a_step_only_decoded_is_read_too() -> None:
+    drafter, text = Drafter(64), list(range(200, 240))
+    drafter.leave(sequence([1, 2], text))
+    foretold = sequence([1, 2], [50, 51, 7, 52], predicted=(50, 51, 52))
+    drafter.leave(foretold)
+    assert foretold.foretold == 2
+    other = sequence([3, 4], text[:5])
+    drafter.follow(other)
+    assert upcoming(other, 20) == text[5:25]
+
+
+def test_a_sequence_whose_drafts_cannot_pay_rests_and_wakes_when_it_copies() -> None:
+    rng, drafter = random.Random(1), Drafter(64)
+    prompt = [rng.randrange(100, 4000) for _ in range(200)]
+    seq, looked = sequence(prompt, [5]), list[int]()
+    for _ in range(200):
+        if seq.draft is None or len(seq.tokens) >= seq.draft.due:
+            drafter.follow(seq, least=0.3)
+            looked.append(len(seq.tokens))
+        seq.tokens.append(rng.randrange(5000, 9000))
+    assert looked[:16] == list(range(201, 217))
+    assert [b - a for a, b in pairwise(looked[-3:])] == [16, 16]
+    assert len(looked) < 50
+    draft = seq.draft
+    assert draft is not None
+    for written in range(50):
+        seq.tokens.append(prompt[written])
+        if len(seq.tokens) >= draft.due:
+            drafter.follow(seq, least=0.3)
+    assert (draft.taken, draft.first > 0.3) == (len(seq.tokens), True)
+    assert upcoming(seq, 3) == prompt[50:53]
+
+
+def test_who_has_a_prediction_does_not_rest() -> None:
+    drafter, predicted = Drafter(64), tuple(range(50, 150))
+    seq = sequence([1, 2, 3], [50], predicted=predicted)
+    for token in (*range(1000, 1060), *predicted[40:]):
+        drafter.follow(seq, least=0.9)
+        seq.tokens.append(token)
+    drafter.leave(seq)
+    assert 1 + 60 - 5 < seq.foretold <= 1 + 60 - 2  # two tokens must agree before it is found again, or a few more
 
 
 def test_histories_are_bounded_in_all() -> None:
@@ -253,6 +311,31 @@ def test_what_makes_all_steps_dearer_makes_no_draft_look_cheap() -> None:
     for _ in range(12):
         times.observe(8, 8.0)  # others sample now
     assert 1.1 < times(10) / times(8) < 1.6
+
+
+def test_drafts_less_likely_than_the_least_chance_gain_nothing() -> None:
+    rng, near = random.Random(3), 0
+    for _ in range(300):
+        times, streams = StepTimes(), rng.choice((1, 2, 4, 8))
+        assert times.least_chance(streams, 1.06) == float("inf")
+        a, b = rng.uniform(1, 20), rng.uniform(0.05, 4)
+        jump = rng.randrange(2, 30)
+        for _ in range(40):
+            rows = rng.randrange(streams, streams + 40)
+            times.observe(rows, a + b * (rows - rows % jump) + 0.05 * rows)
+        least = times.least_chance(streams, 1.06)
+        drafter, seqs = Drafter(64), [sequence([1], [2]) for _ in range(streams)]
+        for seq in seqs:
+            seq.tokens += rng.sample(range(100, 4000), 20)
+            seq.tokens += seq.tokens[2:8]
+            drafter.follow(seq)
+            assert seq.draft is not None
+            seq.draft.first = min(rng.uniform(0.5, 1.5) * least, 1.0)
+        likely = max(seq.draft.first for seq in seqs if seq.draft is not None)
+        counts = drafter.choose([(seq, 30) for seq in seqs], 40, 1e9, times)
+        assert not any(counts) or likely >= least - 1e-9
+        near += any(counts)
+    assert near > 20
 
 
 def test_rows_never_seen_are_taken_to_cost_as_much_as_those_that_were() -> None:

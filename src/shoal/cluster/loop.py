@@ -180,7 +180,7 @@ class ClusterLoop(InFlight[RemoteState]):
             self._finish(state, event.result, event)
         else:
             state.seq.status = Status.RUNNING
-            self._tell(state, dataclasses.replace(event, request_id=state.request_id))
+            self._tell(state, event._replace(request_id=state.request_id))
         self.start_step()
 
     def _tell(self, state: RemoteState, event: Event) -> None:
@@ -214,7 +214,7 @@ class ClusterLoop(InFlight[RemoteState]):
             result, id=state.request_id, ttft_s=first, latency_s=now - state.seq.arrival, seed=state.seq.spec.seed
         )
         last = event or Event(state.request_id)
-        self._tell(state, dataclasses.replace(last, request_id=state.request_id, result=result))
+        self._tell(state, last._replace(request_id=state.request_id, result=result))
 
     # -- on the event loop: requests ----------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class ClusterLoop(InFlight[RemoteState]):
                     error = RunnerError(f"{route.replica}: {event.result.error}")
                     if not state.begun:
                         raise error
-                    event = dataclasses.replace(event, result=dataclasses.replace(event.result, error=error))
+                    event = event._replace(result=dataclasses.replace(event.result, error=error))
                 state.begun = state.begun or bool(event.tokens or event.text)
                 told = _prefilled(event) if state.prepared.spec.prefill_only else event
                 if told is not None:

@@ -22,7 +22,7 @@ from shoal.runners.plan import ScheduledSequence, Want
 
 if TYPE_CHECKING:
     from shoal.core.kv import KVCacheManager
-    from shoal.core.pacing import Pacer, StepTimes
+    from shoal.core.pacing import Pacer
     from shoal.core.sequence import Sequence
     from shoal.runners.plan import ModelSpec
     from shoal.types import Namespace
@@ -38,7 +38,7 @@ _MEMORY = 0.998
 _RECENT = 0.9  # of what a sequence's drafts were worth, the share that is left after the next
 _LEVELS = 5  # of that: not known yet, and from the worst to the best quarter
 _PATIENCE = 16  # tokens in a row behind which no draft could pay, after which a sequence rests
-_REST = 8  # tokens that it writes then before its text is looked at again
+_REST = 16  # tokens that it writes then, at most, before its text is looked at again: one more each time in vain
 FOR_EVER = 1 << 60
 
 _OWN, _HISTORY, _PREDICTION = range(3)  # where a draft is from
@@ -101,7 +101,7 @@ class Draft:
     """One sequence's drafter: its text so far, and the place in some text where the next token is expected.
 
     It takes its sequence's tokens in when a step is planned: all that were written since the last time. One that rests,
-    since no draft could have paid for long, does so every `_REST` tokens only.
+    since no draft could have paid for long, does so ever more seldom, at last every `_REST` tokens.
 
     Invariant: `at` is -1, or the place of a token in `source` before which `length` tokens agree with the end of the
     tokens taken in (LONGEST: at least so many). `first` is above 0 where it may be drafted: `at` is a place, and all
@@ -143,8 +143,11 @@ class Draft:
                     if length > self.length:
                         self.source, self.at, self.length, self.kind = part, at, length, _HISTORY
 
-    def take(self, tokens: Seq[int], odds: Odds) -> None:
-        """Take in what the sequence wrote; `tokens` are all that it has, `odds` those of all sequences."""
+    def take(self, tokens: Seq[int], odds: Odds, least: float, patience: int) -> None:
+        """Take in what the sequence wrote; `tokens` are all that it has, `odds` those of all sequences.
+
+        Only drafts with a chance of at least `least` may pay. Where none had for `patience` tokens, the sequence rests.
+        """
         written = tokens[self.taken :]
         if self.due > self.taken + 1:  # it rested: what came of its last draft is noted, and the rest taken in
             self._follow(written[:1], odds)
@@ -155,16 +158,13 @@ class Draft:
         self.taken = len(tokens)
         self.due = self.taken + 1
         self.first = self.chance(0, odds) if self.at >= 0 else 0.0
-
-    def rest(self, least: float, patience: int) -> None:
-        """Say that only drafts with at least this chance may pay: where none had for long, the sequence rests."""
         if self.first >= least:
             self.idle = 0
-        elif self.idle < patience:
-            self.idle += 1
-        else:
+            return
+        self.idle += 1
+        if self.idle > patience:
             self.first = 0.0
-            self.due = self.taken + _REST
+            self.due = self.taken + min(self.idle - patience, _REST)
 
     def _follow(self, written: Seq[int], odds: Odds) -> None:
         """Take tokens in as far as they come as expected, and one that does not; look for another place, and so on."""
@@ -219,21 +219,23 @@ class Drafter:
     running request, and for each of at most `_TOTAL` tokens that were written.
     """
 
-    def __init__(self, max_rows: int, patience: int = _PATIENCE) -> None:
-        """`max_rows` is the most rows that a step gives of one sequence."""
+    def __init__(self, max_rows: int, patience: int = _PATIENCE, least_gain: float = _LEAST_GAIN) -> None:
+        """`max_rows` is the most rows that a step gives of one sequence; the others are as the module says."""
         self._max_rows = max_rows
         self._patience = patience
+        self._least_gain = least_gain
         self._odds = Odds()
         self._histories: OrderedDict[Namespace, NamespaceText] = OrderedDict()
         self._held = 0  # tokens of them all
 
-    def follow(self, seq: Sequence) -> None:
-        """Take in what a sequence wrote."""
+    def follow(self, seq: Sequence, least: float = 0.0) -> None:
+        """Take in what a sequence wrote; with drafts less likely than `least` it rests after a while."""
         draft = seq.draft
         if draft is None:
             draft = seq.draft = Draft(seq, self._history(seq.spec.namespace))
             draft.history.readers += 1
-        draft.take(seq.tokens, self._odds)
+        # Of a sequence with a prediction, it is told in the end how much came true: it does not rest.
+        draft.take(seq.tokens, self._odds, 0.0 if draft.predicted else least, self._patience)
         if draft.taken - draft.given >= _GIVEN_AT_ONCE and draft.history.readers > 1:
             self._give(seq, draft.history, draft.given)
             draft.given = draft.taken
@@ -286,20 +288,18 @@ class Drafter:
         more than `spare` new blocks: nothing is preempted for a draft.
         """
         times = pacer.times(greedy=all(item.want is Want.ARGMAX for item in planned))
-        least, likely = self.least_chance(len(decoding), times), 0.0
+        least, likely = times.least_chance(len(decoding), self._least_gain), 0.0
         for seq in decoding:
             draft = seq.draft
             if draft is None or len(seq.tokens) >= draft.due:
                 if not seq.spec.sampling.speculate:
                     continue
-                self.follow(seq)
+                self.follow(seq, least)
                 draft = seq.draft
                 assert draft is not None
-                if not draft.predicted:  # of those, it is told in the end how much came true
-                    draft.rest(least, self._patience)
             if draft.first > likely:
                 likely = draft.first
-        if likely < least or not times.known:
+        if likely < max(least, _LEAST_CHANCE):
             return False
         most = min(most, times.rows_within(pacer.most_ms) - len(decoding))
         limits = []
@@ -327,10 +327,6 @@ class Drafter:
             found = True
         return found
 
-    def least_chance(self, streams: int, times: StepTimes) -> float:
-        """How likely drafted tokens must be to count for any of them to pay in a step of so many sequences."""
-        return max(_LEAST_CHANCE, times.least_chance(streams, _LEAST_GAIN)) if times.known else _LEAST_CHANCE
-
     def choose(
         self, rows: Seq[tuple[Sequence, int]], most: int, most_ms: float, ms: Callable[[int], float]
     ) -> list[int]:
@@ -354,7 +350,7 @@ class Drafter:
             return counts
         heapq.heapify(waiting)
         taken: list[int] = []
-        tokens, best, best_at = 1.0, _LEAST_GAIN, 0
+        tokens, best, best_at = 1.0, self._least_gain, 0
         plain_ms, share = ms(streams), 1 / streams
         while waiting and len(taken) < most:
             _, chance, number, depth = waiting[0]

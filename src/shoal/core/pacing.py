@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 _START = 32  # prompt tokens beside decodes while nothing is known of this machine
@@ -66,16 +67,16 @@ class StepTimes:
     def least_chance(self, rows: int, gain: float) -> float:
         """How likely drafted tokens must be to count so that a step of `rows` with some of them can gain so much.
 
-        Looked at anew every `_EAGER` steps. A bound: n tokens, none more likely than this, make `rows` sequences that
-        get on in proportion at most 1 + n * chance / rows times as fast.
+        A bound, looked at anew every `_EAGER` steps: n tokens, none more likely than this, make `rows` sequences that
+        get on in proportion at most 1 + n * chance / rows times as fast. Infinite before a step was measured.
         """
-        step, least = self._least.get(rows, (-_EAGER, 0.0))
-        if self._steps - step >= min(_EAGER, step + 1):
-            plain = self(rows) / self._level / gain
-            least = (self(rows + 1) / self._level / plain - 1) * rows
+        step, least = self._least.get(rows, (-_EAGER, math.inf))
+        if self._steps - step >= min(_EAGER, step + 1) and self._steps:
+            plain = self(rows) / self._level
+            least = (gain * self(rows + 1) / self(rows) - 1) * rows
             for knot, cost in zip(_KNOTS, self._costs, strict=True):  # between them it only rises or only falls
                 if knot > rows:
-                    least = min(least, (cost / plain - 1) * rows / (knot - rows))
+                    least = min(least, (gain * cost / plain - 1) * rows / (knot - rows))
             self._least[rows] = self._steps, least
         return least
 
@@ -110,7 +111,7 @@ class StepTimes:
             if seen[knot]:
                 below, at = knot, at + 1
                 if knot != now:
-                    costs[knot] += 0.03 * (costs[now] * shape / _SHAPES[now] - costs[knot])
+                    costs[knot] += 0.01 * (costs[now] * shape / _SHAPES[now] - costs[knot])
             elif below >= 0 and at < len(above):
                 next_seen = above[at]
                 part = (_KNOTS[knot] - _KNOTS[below]) / (_KNOTS[next_seen] - _KNOTS[below])

@@ -270,16 +270,16 @@ class Scheduler:
         chain, size = self._chain(in_order), self.kv.block_size
         ahead = chain - 1 + self.spec.lookahead
         for seq in in_order:
-            if not seq.decoding or seq.status is not Status.RUNNING:
+            tokens, start = seq.tokens, seq.computed
+            count = len(tokens)
+            if count - start != 1 or count <= seq.prompt_len or seq.status is not Status.RUNNING:  # as `seq.decoding`
                 continue
-            tokens = seq.tokens
-            needed = len(tokens) + min(ahead, max(seq.remaining - 1, 0))  # never blocks that it cannot write
-            if seq.ready * size >= needed or self._ensure(seq, needed):
+            if seq.ready * size >= count + ahead or self._covered(seq, ahead):
                 want, top = seq.want
                 decoding.append(seq)
                 fed, windows = (tokens[-1],), seq.window_table
                 planned.append(
-                    ScheduledSequence(seq.seq_id, fed, seq.computed, seq.table, want, 1, None, None, top, 1, windows)
+                    ScheduledSequence(seq.seq_id, fed, start, seq.table, want, 1, None, None, top, 1, windows)
                 )
         decodes = len(planned)
         self._rows = max(self.spec.max_rows, self.config.max_batch)
@@ -479,24 +479,28 @@ class Scheduler:
                 return False
         return True
 
+    def _covered(self, seq: Sequence, ahead: int) -> bool:
+        """As `_ensure` for a decoding sequence and `ahead` positions more, but never blocks that it cannot write."""
+        needed = len(seq.tokens) + min(ahead, max(seq.remaining - 1, 0))
+        return seq.ready * self.kv.block_size >= needed or self._ensure(seq, needed)
+
     # -- taking the outcome into the books ----------------------------------------------------------------------
 
     def _commit(self, command: Commit) -> None:
         plan, outcomes, chain = command.plan, command.outcomes, command.plan.chain
         decodes = chunked = drafted = 0  # sequences that decode; tokens of all other sequences; drafts of the former
         self.now = command.now
-        decodes = chunked = 0  # sequences that fed one output token; tokens of all other sequences
-        for item in plan.sequences:  # what was copied is needed no longer, whatever becomes of the sequences
-            if (seq := self._by_id.get(item.seq_id)) is not None:
-                self.kv.copied(seq)
+        by_id, size, windows = self._by_id, self.kv.block_size, self.kv.windows
+        if plan.copies:
+            self._copied(plan)
         for item in plan.sequences:
-            seq = self._by_id.get(item.seq_id)
+            seq = by_id.get(item.seq_id)
             fed = len(item.tokens)
             if seq is None:  # ended while its row was sampled
                 chunked += fed - item.generated
                 continue
             decoding = seq.decoding
-            drafts = item.tokens[1:] if decoding else ()
+            drafts = item.tokens[1:] if decoding and fed > 1 else ()
             fed -= len(drafts)
             seq.computed += fed
             seq.computed_tokens += fed
@@ -517,13 +521,20 @@ class Scheduler:
                 if outcome.finish is not None:
                     self._end(seq, outcome.finish)
                 elif decoding:
-                    if seq.computed // self.kv.block_size > seq.indexed:
+                    if seq.computed // size > seq.indexed:
                         self.kv.index(seq, tail=False)
-                    self.kv.advance(seq)
+                    if windows is not None:
+                        windows.advance(seq)
         self.drafted += drafted
         greedy = all(item.want is Want.ARGMAX for item in plan.sequences)
         self.pacer.observe(decodes, chunked, command.ms / chain, drafted, greedy=greedy)
         self._expire(command.now)
+
+    def _copied(self, plan: StepPlan) -> None:
+        """What was copied is needed no longer, whatever becomes of the sequences."""
+        for item in plan.sequences:
+            if (seq := self._by_id.get(item.seq_id)) is not None:
+                self.kv.copied(seq)
 
     def _filled(self, seq: Sequence) -> None:
         """A part of a prompt was computed, or all the rest of it. One that is to write nothing ends then."""

@@ -53,6 +53,9 @@ class Verdict(NamedTuple):
     is_output: bool
 
 
+_GOES_ON = Verdict("", None, True)
+
+
 class StopChecker:
     """Decides for one request, token by token, what is emitted and when the output ends.
 
@@ -109,7 +112,7 @@ class StopChecker:
                 return Verdict(text, FinishReason.STOP, True)
         if self.num_tokens >= self._max_tokens:
             return Verdict(text + self.flush(), FinishReason.LENGTH, True)
-        return Verdict(text, None, True)
+        return Verdict(text, None, True) if text else _GOES_ON
 
     def flush(self) -> str:
         """Give the text held back, because the request ends for another reason: context full, aborted, timed out.

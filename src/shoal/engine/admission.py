@@ -75,12 +75,14 @@ class Admission:
 
     def deliver(self, event: Event) -> None:
         """Pass an event on, unless its request was ended meanwhile from outside the loop."""
-        with self._lock:
-            sink, _ = self._sinks.get(event.request_id, (None, 0))
-            if event.finished:
+        if event.result is None:  # the common case, of every row in every step: one look that no other thread can split
+            entry = self._sinks.get(event.request_id)
+        else:
+            with self._lock:
+                entry = self._sinks.get(event.request_id)
                 self._forget(event.request_id)
-        if sink is not None:
-            sink(event)
+        if entry is not None:
+            entry[0](event)
 
     def withdraw(self, handles: Sequence[Handle]) -> None:
         """These do not join after all: nobody hears of them."""

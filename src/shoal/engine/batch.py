@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,11 @@ def smallest_batch(rates: Mapping[int, float], share: float = SWEET_SHARE) -> in
 
 
 class _Run:
-    """One call of `Engine.run`: requests not yet arrived, in flight, and ended."""
+    """One call of `Engine.run`: requests not yet arrived, in flight, and ended.
+
+    Events wait in `_inbox` until the engine says that all of a step are out: this thread is woken once a step, while
+    the device computes. Woken by each event it would take turns with the engine's thread, which has a device to feed.
+    """
 
     def __init__(
         self,
@@ -58,7 +63,9 @@ class _Run:
         self._engine = engine
         self._submit = submit
         self._on_tokens = on_tokens
-        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._inbox: deque[Event] = deque()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # something is in the inbox
+        self._closed = False
         self._coming = sorted(enumerate(requests), key=lambda pair: (-pair[1].arrival_s, -pair[0]))
         self._places: dict[str, int] = {}
         self._handles: dict[str, Handle] = {}
@@ -69,11 +76,13 @@ class _Run:
         steps: list[StepRecord] = []
         listener = steps.append
         self._engine.listen(listener)
+        self._engine.on_step_start(self._wake)
         try:
             while self._coming or self._handles:
                 self._submit_due()
-                self._take_event()
+                self._take_events()
         finally:
+            self._closed = True
             for handle in self._handles.values():  # only when something was raised here: leave nothing running
                 handle.abort()
             self._engine.unlisten(listener)
@@ -85,23 +94,34 @@ class _Run:
         while self._coming and self._coming[-1][1].arrival_s <= now:
             place, request = self._coming.pop()
             try:
-                handle = self._submit(request, self._inbox.put)
+                handle = self._submit(request, self._inbox.append)
             except RequestError as error:
                 self._end(place, _refused(request, place, error))
                 continue
             self._places[handle.id] = place
             self._handles[handle.id] = handle
 
-    def _take_event(self) -> None:
+    def _wake(self) -> bool:
+        """A step's events are all out; on the engine's thread. False once nobody waits for them."""
+        if self._inbox:
+            self._news.put(None)
+        return not self._closed
+
+    def _take_events(self) -> None:
+        """Wait for events, until the next request is due at most, and take all that are there."""
         if not self._handles and not self._coming:
             return
         wait = None
         if self._coming:
             wait = max(self._begin + self._coming[-1][1].arrival_s - time.perf_counter(), 0.0)
         try:
-            event = self._inbox.get(timeout=wait)
+            self._news.get(timeout=wait)
         except queue.Empty:
             return
+        while self._inbox:
+            self._take(self._inbox.popleft())
+
+    def _take(self, event: Event) -> None:
         if event.result is not None:
             del self._handles[event.request_id]
             self._results[self._places[event.request_id]] = event.result

@@ -42,7 +42,8 @@ class LocalState(RequestState):
         """Let the stop rules judge new tokens, in order, up to one that ends the output. A step may call it again."""
         if len(tokens) == 1:  # the common case, without the lists
             text, reason, is_output = self.checker.push(tokens[0])
-            self.new_text += text
+            if text:
+                self.new_text += text
             if is_output:
                 self.new_tokens += tokens
             return JudgedTokens(tokens, int(is_output), reason)
@@ -54,7 +55,7 @@ class LocalState(RequestState):
 
     def event(self, now: float, reason: FinishReason | None = None, error: ShoalError | None = None) -> Event:
         """The news since the last event, which become part of what it has written; with a reason, the last event."""
-        tokens, text, result = self.new_tokens, self.new_text, None
+        tokens, text = self.new_tokens, self.new_text
         logprobs: tuple[TokenLogprob, ...] = ()
         if tokens and self.first_token_at is None:
             self.first_token_at = now
@@ -65,8 +66,7 @@ class LocalState(RequestState):
             self.logprobs += logprobs
             self.new_logprobs.clear()
         scored = () if self.told else tuple(self.prompt_logprobs)
-        if reason is not None:
-            result = self.result(now, reason, error)
+        result = None if reason is None else self.result(now, reason, error)
         self.new_tokens, self.new_text, self.told = (), "", True
         return Event(self.request_id, tokens, text, logprobs, result, scored)
 
@@ -102,13 +102,14 @@ class TokenChooser:
         """
         outcomes: dict[SeqId, JudgedTokens] = {}
         ending: list[Abort | Fail] = []
+        states = self._states
         for seq_id, tokens in output.argmax.items():
-            if seq_id in drafts:
+            if drafts and seq_id in drafts:
                 tokens = _agreed(tokens, drafts[seq_id])
             if INVALID_TOKEN in tokens:
-                ending.append(_nothing_to_choose(self._states[seq_id]))
+                ending.append(_nothing_to_choose(states[seq_id]))
             else:
-                outcomes[seq_id] = self._states[seq_id].take(tokens)
+                outcomes[seq_id] = states[seq_id].take(tokens)
         for seq_id, (ids, logits) in output.top.items():
             state = self._states[seq_id]
             token = sample_top(ids, logits, state.sampler)

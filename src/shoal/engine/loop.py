@@ -266,15 +266,16 @@ class StepLoop(InFlight[LocalState]):
         The rest are prompt, or computed again.
         """
         new, chained = 0, plan.chain - 1
-        drafts = {}
+        states, drafts = self._states, {}
         for item in plan.sequences:
-            state, end = self._states[item.seq_id], item.start + len(item.tokens)
-            fed, drafted = state.fed, end - len(state.seq.tokens)
+            state, start = states[item.seq_id], item.start
+            fed, end = state.fed, start + len(item.tokens)
+            drafted = end - len(state.seq.tokens)
             if drafted > 0:
                 drafts[item.seq_id] = item.tokens[-drafted:]
                 end -= drafted
             if end > fed:
-                new += end - (fed if fed > item.start else item.start)
+                new += end - (fed if fed > start else start)
             if end + chained > fed:
                 state.fed = end + chained
         return new, drafts

@@ -9,7 +9,8 @@ Three rules keep a row's bits equal for every number of rows beside it:
   back, and the segments are added in order, whether one program walks all of them or each has a program of its own.
 - Attention cuts a sequence into splits of `SPLIT` tokens at fixed places. `_partial` computes a split, `_merge` adds
   it to those before it; a lone row, a tile of prompt rows and the readers of a shared trunk all go through these two.
-- Whatever sums a row (a norm, a router's softmax) is one program a row, of one shape.
+- Whatever sums a row is one program a row, of one shape; a norm's squares are summed as a written-out tree
+  (`row_sums`), so that the product before may begin it and the product behind may end it.
 PDL (dependent launch) lets a kernel start while the one before it ends: each waits before it reads or writes anything.
 Fused multiply-add is off (`enable_fp_fusion=False` at each launch): a compiler would contract differently in each
 kernel.
@@ -31,6 +32,8 @@ STORE = tl.constexpr(0)  # what a product does with its sums: bf16 out
 PARTS = tl.constexpr(1)  # float32 sums of each segment, which the next kernel adds in order
 GATED = tl.constexpr(2)  # bf16 activation(gate) * up
 PICK = tl.constexpr(3)  # the largest of the tile, and the logits themselves where asked for
+ADD = tl.constexpr(4)  # the residual grows by them, and the squares of what it is then are left for the next norm
+SQUARES = tl.constexpr(16)  # neighbours of a row whose squares are summed where they come about
 
 
 @triton.jit
@@ -85,17 +88,33 @@ def norm(
         if BIAS:
             total = total + tl.load(bias + at, mask=inside, other=0.0)
         if POST:
-            total = _rms(total, H, eps) * tl.load(post + at, mask=inside, other=0.0)
+            total = _rms(total, H, HP, eps) * tl.load(post + at, mask=inside, other=0.0)
         value = value + total * residual_scale
         tl.store(x + source * H + at, value, mask=inside)
     if NORM:
-        normed = _rms(value, H, eps) * gain
+        normed = _rms(value, H, HP, eps) * gain
         tl.store(out + row * H + at, normed.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
-def _rms(value, size: tl.constexpr, eps):
-    return value * tl.rsqrt(tl.sum(value * value, axis=-1) / size + eps)
+def row_sums(value, N: tl.constexpr):
+    """The sums of rows [R, N] as [R], N a power of two: of neighbours, then of neighbours among these, and so on.
+
+    Of two there is one order; for more, `tl.sum` has one for each way in which a tensor lies in threads. Zeros at the
+    end change nothing, and a row may be summed in parts of a power of two, and then the sums of the parts.
+    """
+    R: tl.constexpr = value.shape[0]
+    for level in tl.static_range(1, 16):
+        if (N >> level) > 0:
+            value = tl.sum(value.reshape([R, N >> level, 2]), axis=2)
+    return value.reshape([R])
+
+
+@triton.jit
+def _rms(value, SIZE: tl.constexpr, PADDED: tl.constexpr, eps):
+    """A row [PADDED], zeros behind SIZE, over the root of its mean square."""
+    squares = row_sums((value * value).reshape([1, PADDED]), PADDED)
+    return value * tl.sum(tl.rsqrt(squares / SIZE + eps), axis=0)
 
 
 @triton.jit
@@ -235,23 +254,46 @@ def product(
 
 
 @triton.jit
-def _segment_rows(x, row, k, K: tl.constexpr, KS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Inputs k .. k + BK - 1 of each of S segments of KS, rows `row` [BM] of x: bf16 [S, BK, BM]."""
+def _segment_rows(
+    x, row, scale, gain, k,
+    K: tl.constexpr, KS: tl.constexpr, S: tl.constexpr, RX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    NORMED: tl.constexpr,
+):  # fmt: skip
+    """Inputs k .. k + BK - 1 of each of S segments of KS, rows `row` [RX] of x over and over: bf16 [S, BK, BM].
+
+    With NORMED x is float32, and becomes what `norm` would have made of it.
+    """
     i = tl.arange(0, S * BK)
     at = i // BK * KS + k + i % BK
-    return tl.load(x + row[None, :] * K + at[:, None]).reshape([S, BK, BM])
+    value = tl.load(x + row[None, :] * K + at[:, None])
+    if NORMED:
+        value = (value * scale[None, :] * tl.load(gain + at)[:, None]).to(tl.bfloat16)
+    return value.reshape([S, BK, 1, RX]).broadcast_to([S, BK, BM // RX, RX]).reshape([S, BK, BM])
 
 
 @triton.jit
+def _row_scales(squares, row, eps, K: tl.constexpr, PADDED: tl.constexpr):
+    """1 over the root of the mean square of rows `row` [BM], of squares float32 [rows, K / SQUARES]."""
+    part = tl.arange(0, PADDED)
+    inside = (part < K // SQUARES)[None, :] & (row >= 0)[:, None]
+    held = tl.load(squares + row[:, None] * (K // SQUARES) + part[None, :], mask=inside, other=0.0)
+    return tl.rsqrt(row_sums(held, PADDED) / K + eps)
+
+
+@triton.jit(do_not_specialize=["M"])  # one row as a constant is slower
 def product_few(
-    x, w, bias, out, M, ld,
-    N: tl.constexpr, K: tl.constexpr, EPI: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LOADS: tl.constexpr, PDL: tl.constexpr,
+    x, w, bias, gain, squares, out, M, ld, eps, residual_scale,
+    N: tl.constexpr, K: tl.constexpr, EPI: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, NORMED: tl.constexpr,
+    RX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LOADS: tl.constexpr, SP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """`product` of at most BM rows with weights in bf16, for STORE, PARTS (one) and GATED. One program a tile of N.
+    """`product` of at most RX rows, weights in bf16, for STORE, PARTS (one), GATED and ADD. One program a tile of N.
 
     All weights of a program are asked for before it waits for x; its four segments, each LOADS * BK inputs, are summed
-    side by side.
+    side by side. NORMED: x is the residual, float32 [M, K], normed here with `gain` float32 [K] and `squares`. ADD: out
+    is the residual, float32 [M, N], which grows by what `norm` would have added; the sums of its new squares go to
+    `squares` float32 [M, N / SQUARES]. SP is K / SQUARES rounded up to a power of two. RX rows are repeated to fill
+    the BM of an instruction.
     """
     if PDL:
         gdc_launch_dependents()
@@ -273,16 +315,26 @@ def product_few(
     if LOADS > 3:
         w3 = tl.load(w + base + 3 * BK)
     m = tl.arange(0, BM)
-    row = tl.minimum(m, M - 1)
+    row = tl.minimum(tl.arange(0, RX), M - 1)
+    o = tl.minimum(tile * BN + tl.arange(0, BN), N - 1)
     if PDL:
         gdc_wait()
-    acc = tl.dot(w0.reshape([S, BN, BK]), _segment_rows(x, row, 0, K, KS, S, BM, BK))
+    scale = 0.0
+    if NORMED:
+        scale = _row_scales(squares, row, eps, K, SP)
+    if EPI == ADD:
+        before = tl.load(out + tl.minimum(m, M - 1)[None, :] * ld + o[:, None])
+    acc = tl.dot(w0.reshape([S, BN, BK]), _segment_rows(x, row, scale, gain, 0, K, KS, S, RX, BM, BK, NORMED))
     if LOADS > 1:
-        acc = tl.dot(w1.reshape([S, BN, BK]), _segment_rows(x, row, BK, K, KS, S, BM, BK), acc)
+        acc = tl.dot(w1.reshape([S, BN, BK]), _segment_rows(x, row, scale, gain, BK, K, KS, S, RX, BM, BK, NORMED), acc)
     if LOADS > 2:
-        acc = tl.dot(w2.reshape([S, BN, BK]), _segment_rows(x, row, 2 * BK, K, KS, S, BM, BK), acc)
+        acc = tl.dot(
+            w2.reshape([S, BN, BK]), _segment_rows(x, row, scale, gain, 2 * BK, K, KS, S, RX, BM, BK, NORMED), acc
+        )
     if LOADS > 3:
-        acc = tl.dot(w3.reshape([S, BN, BK]), _segment_rows(x, row, 3 * BK, K, KS, S, BM, BK), acc)
+        acc = tl.dot(
+            w3.reshape([S, BN, BK]), _segment_rows(x, row, scale, gain, 3 * BK, K, KS, S, RX, BM, BK, NORMED), acc
+        )
     even, odd = acc.reshape([2, 2, BN, BM]).permute(2, 3, 0, 1).split()
     s0, s2 = even.split()
     s1, s3 = odd.split()
@@ -295,7 +347,14 @@ def product_few(
             total = total + tl.load(bias + o, mask=o < N, other=0.0)[:, None]
         here = m[None, :] * ld + o[:, None]
         ok = (m < M)[None, :] & (o < N)[:, None]
-        tl.store(out + here, total.to(out.dtype.element_ty), mask=ok)  # STORE: bf16, PARTS: float32
+        if EPI == ADD:
+            total = before + total * residual_scale
+            square = tl.where((o < N)[:, None], total * total, 0.0).trans().reshape([BM * BN // SQUARES, SQUARES])
+            left = row_sums(square, SQUARES).reshape([BM, BN // SQUARES])
+            part = tile * (BN // SQUARES) + tl.arange(0, BN // SQUARES)
+            real = (m < M)[:, None] & (part < N // SQUARES)[None, :]
+            tl.store(squares + m[:, None] * (N // SQUARES) + part[None, :], left, mask=real)
+        tl.store(out + here, total.to(out.dtype.element_ty), mask=ok)  # STORE: bf16; PARTS, ADD: float32
 
 
 @triton.jit

@@ -6,9 +6,48 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from shoal.runners.cuda.kernels import row_sums
+
 SPLIT = tl.constexpr(128)  # tokens of one attention split
 BLOCK = tl.constexpr(32)  # token slots of a KV block
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _angles(cosines, sines, position, D: tl.constexpr, ROT: tl.constexpr):
+    """By what each of D is turned at a position, cosines and sines [1, D]; what is behind ROT is not."""
+    at = tl.arange(0, D)
+    half: tl.constexpr = ROT // 2
+    place = position * half + tl.where(at < half, at, at - half)
+    cosine = tl.load(cosines + place, mask=at < ROT, other=1.0)[None, :]
+    return cosine, tl.load(sines + place, mask=at < ROT, other=0.0)[None, :]
+
+
+@triton.jit
+def _turned(
+    source, head, q_norm, k_norm, cosine, sine, eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Heads `head` [E] of a row's queries, keys and values at `source`, float32 [E, D]: all but values normed and
+    turned.
+    """
+    at = tl.arange(0, D)
+    inside = (head < HEADS + 2 * KV)[:, None] & (at >= 0)[None, :]
+    half: tl.constexpr = ROT // 2
+    partner = tl.where(at < half, at + half, tl.where(at < ROT, at - half, at))
+    begin = source + head[:, None] * D
+    value = tl.load(begin + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(begin + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    plain = value
+    if NORMED:
+        is_key = (head >= HEADS)[:, None]
+        scale = tl.rsqrt(row_sums(value * value, D) / D + eps)[:, None]
+        weight = tl.where(is_key, tl.load(k_norm + at)[None, :], tl.load(q_norm + at)[None, :])
+        mate = tl.where(is_key, tl.load(k_norm + partner)[None, :], tl.load(q_norm + partner)[None, :])
+        value = value * scale * weight
+        other = other * scale * mate
+    turned = value * cosine + tl.where((at < half)[None, :], -other, other) * sine
+    return tl.where((head >= HEADS + KV)[:, None], plain, turned)
 
 
 @triton.jit
@@ -27,31 +66,18 @@ def rotate_and_keep(
     head = tl.program_id(1) * EACH + tl.arange(0, EACH)
     at = tl.arange(0, D)
     inside = (head < HEADS + 2 * KV)[:, None] & (at >= 0)[None, :]
-    source = qkv + row * ((HEADS + 2 * KV) * D) + head[:, None] * D
     position = tl.load(positions + row)  # a step's inputs are there before its first product starts
     is_key = (head >= HEADS)[:, None]
     is_value = (head >= HEADS + KV)[:, None]
-    half: tl.constexpr = ROT // 2
-    partner = tl.where(at < half, at + half, tl.where(at < ROT, at - half, at))
-    pair = tl.where(at < half, at, at - half)
-    cosine = tl.load(cosines + position * half + pair, mask=at < ROT, other=1.0)[None, :]
-    sine = tl.load(sines + position * half + pair, mask=at < ROT, other=0.0)[None, :]
+    cosine, sine = _angles(cosines, sines, position, D, ROT)
     slot = tl.load(slots + row)
     block = tl.load(tables + slot.to(tl.int64) * T + position // BLOCK).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    value = tl.load(source + at[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-    plain = value
-    if NORMED:
-        scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
-        weight = tl.where(is_key, tl.load(k_norm + at)[None, :], tl.load(q_norm + at)[None, :])
-        mate = tl.where(is_key, tl.load(k_norm + partner)[None, :], tl.load(q_norm + partner)[None, :])
-        value = value * scale * weight
-        other = other * scale * mate
-    turned = value * cosine + tl.where((at < half)[None, :], -other, other) * sine
-    value = tl.where(is_value, plain, turned)
+    value = _turned(
+        qkv + row * ((HEADS + 2 * KV) * D), head, q_norm, k_norm, cosine, sine, eps, HEADS, KV, D, ROT, NORMED
+    )
     kv_head = tl.where(is_value, head[:, None] - HEADS - KV, head[:, None] - HEADS)
     kept = (block * KV + kv_head) * BLOCK + position % BLOCK  # [EACH, 1]
     place = kept * D + at[None, :]
@@ -77,20 +103,13 @@ def _eight_bits(value):
 
 
 @triton.jit
-def _partial(
-    q, keys, values, key_scales, value_scales, table, start, position, last, kv_head, scale, cap, window,
-    KV: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
-    EIGHT: tl.constexpr,
+def _tile(
+    keys, values, key_scales, value_scales, table, start, last, kv_head,
+    KV: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """One split: tokens start .. start + SPAN - 1 for queries q bf16 [M, D] at `position` [M] (they see up to their
-    own).
+    """Keys and values [SPAN, D] as they are kept of tokens start .. start + SPAN - 1, and their scales [SPAN] (EIGHT).
 
-    M is 64, also for a lone row: tiles of 16 gave the same bits on an H200 and took a quarter longer. `last` is the
-    largest position. SPAN is SPLIT, or half of it where no row of the step has more: what it leaves out would add zeros
-    at the end. Returns the largest score [M] (in powers of two; -inf where a row sees nothing), the sum of weights [M]
-    and the weighted values float32 [M, D]. The sum of weights is a product with ones: it has one order in every tile.
-    With EIGHT, keys and values are codes, exact in bf16: a key's scale multiplies its scores, a value's scale its
-    weights.
+    Those after `last` are zeros.
     """
     token = start + tl.arange(0, SPAN)
     seen = token <= last
@@ -100,11 +119,34 @@ def _partial(
     d = tl.arange(0, D)
     k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
     v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None], other=0.0)
+    k_scale, v_scale = 0.0, 0.0
+    if EIGHT:
+        k_scale = tl.load(key_scales + slot, mask=seen, other=0.0)
+        v_scale = tl.load(value_scales + slot, mask=seen, other=0.0)
+    return k, v, k_scale, v_scale
+
+
+@triton.jit
+def _partial(
+    q, k, v, k_scale, v_scale, start, position, scale, cap, window,
+    SPAN: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, EIGHT: tl.constexpr,
+):  # fmt: skip
+    """One split: tokens start .. start + SPAN - 1, a `_tile`, for queries q bf16 [M, D] at `position` [M] (they see up
+    to their own).
+
+    M is 64, also for a lone row: tiles of 16 gave the same bits on an H200 and took a quarter longer. SPAN is SPLIT,
+    or half of it where no row of the step has more: what it leaves out would add zeros
+    at the end. Returns the largest score [M] (in powers of two; -inf where a row sees nothing), the sum of weights [M]
+    and the weighted values float32 [M, D]. The sum of weights is a product with ones: it has one order in every tile.
+    With EIGHT, keys and values are codes, exact in bf16: a key's scale multiplies its scores, a value's scale its
+    weights.
+    """
+    token = start + tl.arange(0, SPAN)
     if EIGHT:
         k, v = k.to(tl.float32).to(tl.bfloat16), v.to(tl.float32).to(tl.bfloat16)
     score = tl.dot(q, k.trans()) * scale
     if EIGHT:
-        score = score * tl.load(key_scales + slot, mask=seen, other=0.0)[None, :]
+        score = score * k_scale[None, :]
     if CAPPED:
         score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
     visible = token[None, :] <= position[:, None]
@@ -115,10 +157,7 @@ def _partial(
     base = tl.where(most == float("-inf"), 0.0, most)
     share = tl.exp2(score - base[:, None])
     weight = share.to(tl.bfloat16)
-    if EIGHT:
-        mixed = tl.dot((share * tl.load(value_scales + slot, mask=seen, other=0.0)[None, :]).to(tl.bfloat16), v)
-    else:
-        mixed = tl.dot(weight, v)
+    mixed = tl.dot((share * v_scale[None, :]).to(tl.bfloat16), v) if EIGHT else tl.dot(weight, v)
     ones = tl.full([SPAN, 16], 1.0, tl.float32).to(tl.bfloat16)
     total = tl.max(tl.dot(weight, ones), axis=1)  # 16 equal columns
     return most, total, mixed
@@ -155,18 +194,53 @@ def _begin(sinks, head, M: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr):
 
 
 @triton.jit
+def _keep_own(
+    source, kv_head, k, v, k_scale, v_scale, keys, values, key_scales, value_scales, table, start, position,
+    q_norm, k_norm, cosine, sine, eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, NORMED: tl.constexpr,
+    SPAN: tl.constexpr, EIGHT: tl.constexpr,
+):  # fmt: skip
+    """Put the key and value of the row's own token into a `_tile`, and where it is in the tile into its KV block."""
+    one = tl.zeros([1], tl.int32)
+    key = _turned(source, HEADS + kv_head + one, q_norm, k_norm, cosine, sine, eps, HEADS, KV, D, ROT, NORMED)
+    value = tl.load(source + (HEADS + KV + kv_head + one)[:, None] * D + tl.arange(0, D)[None, :]).to(tl.float32)
+    token = start + tl.arange(0, SPAN)
+    own = token == position
+    here = (position >= start) & (position < start + SPAN)
+    block = tl.load(table + position // BLOCK).to(tl.int64)
+    slot = (block * KV + kv_head) * BLOCK + position % BLOCK + one
+    place = slot[:, None] * D + tl.arange(0, D)[None, :]
+    inside = here & (place >= 0)
+    if EIGHT:
+        key, key_scale = _eight_bits(key)
+        value, value_scale = _eight_bits(value)
+        tl.store(key_scales + slot[:, None], key_scale, mask=here & (slot >= 0)[:, None])
+        tl.store(value_scales + slot[:, None], value_scale, mask=here & (slot >= 0)[:, None])
+        k_scale = tl.where(own, key_scale.reshape([1]), k_scale)
+        v_scale = tl.where(own, value_scale.reshape([1]), v_scale)
+    else:
+        key, value = key.to(tl.bfloat16), value.to(tl.bfloat16)
+    tl.store(keys + place, key, mask=inside)
+    tl.store(values + place, value, mask=inside)
+    return tl.where(own[:, None], key, k), tl.where(own[:, None], value, v), k_scale, v_scale
+
+
+@triton.jit
 def attend_rows(
     q, keys, values, key_scales, value_scales, tables, positions,
-    slots, trunk_splits, sinks, out, p_most, p_total, p_mixed,
-    T, scale, cap, window, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    slots, trunk_splits, sinks, out, p_most, p_total, p_mixed, q_norm, k_norm, cosines, sines,
+    T, scale, cap, window, eps, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
     D: tl.constexpr, G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, WALK: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, WALK: tl.constexpr, FRESH: tl.constexpr, GP: tl.constexpr, ROT: tl.constexpr,
+    NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows), or with WALK (1, KV, rows).
 
     With WALK, or where there is one split, out bf16 [R, HEADS, D] is written; else the split's share goes to
     p_* [R, HEADS, SPLITS(, D)] for `merge_rows`. Splits below trunk_splits[row] are left to `attend_trunks`; steps
-    that have some do not WALK.
+    that have some do not WALK. FRESH: q is what the products left, and what `rotate_and_keep` would do with it is done
+    here; not with trunks or WALK. GP is G rounded up to a power of two. KV of the tokens before is from earlier steps,
+    so it may be read before the wait.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)  # a step's inputs are there before its first product starts
@@ -180,27 +254,48 @@ def attend_rows(
     d = tl.arange(0, D)
     table = tables + tl.load(slots + row).to(tl.int64) * T
     at = tl.full([64], 0, tl.int32) + position
-    mine = q + (row * HEADS + head)[:, None] * D + d[None, :]
     result = out + (row * HEADS + head)[:, None] * D + d[None, :]
     place = (row * HEADS + head) * SPLITS
-    if PDL:
-        gdc_wait()
+    mine = q + (row * HEADS + head)[:, None] * D + d[None, :]
+    begin = split * SPLIT
+    if FRESH:
+        cosine, sine = _angles(cosines, sines, position, D, ROT)
+        k, v, k_scale, v_scale = _tile(
+            keys, values, key_scales, value_scales, table, begin, position - 1, kv_head, KV, D, SPAN, EIGHT
+        )
+    if PDL:  # what follows is a product of few rows, which may fetch its weights meanwhile
         gdc_launch_dependents()
+        gdc_wait()
     if WALK:
         query = tl.load(mine)
         most, total, mixed = _begin(sinks, head, 64, D, SINKS)
         for here in range(first, position // SPLIT + 1):
+            k, v, k_scale, v_scale = _tile(
+                keys, values, key_scales, value_scales, table, here * SPLIT, position, kv_head, KV, D, SPLIT, EIGHT
+            )
             most2, total2, part = _partial(
-                query, keys, values, key_scales, value_scales, table, here * SPLIT, at, position, kv_head, scale, cap,
-                window, KV, D, SPLIT, CAPPED, WINDOW, EIGHT,
-            )  # fmt: skip
+                query, k, v, k_scale, v_scale, here * SPLIT, at, scale, cap, window, SPLIT, CAPPED, WINDOW, EIGHT
+            )
             most, total, mixed = _merge(most, total, mixed, most2, total2, part)
         tl.store(result, (mixed / total[:, None]).to(tl.bfloat16), mask=ok[:, None])
-    elif (split * SPLIT <= position) & (split >= first) & (split >= shared):
+    elif (begin <= position) & (split >= first) & (split >= shared):
+        if FRESH:
+            source = q + row * ((HEADS + 2 * KV) * D)
+            few = kv_head * G + tl.minimum(tl.arange(0, GP), G - 1)
+            turned = _turned(source, few, q_norm, k_norm, cosine, sine, eps, HEADS, KV, D, ROT, NORMED)
+            query = turned.to(tl.bfloat16).reshape([1, GP, D]).broadcast_to([64 // GP, GP, D]).reshape([64, D])
+            k, v, k_scale, v_scale = _keep_own(
+                source, kv_head, k, v, k_scale, v_scale, keys, values, key_scales, value_scales, table, begin,
+                position, q_norm, k_norm, cosine, sine, eps, HEADS, KV, D, ROT, NORMED, SPAN, EIGHT,
+            )  # fmt: skip
+        else:
+            query = tl.load(mine)
+            k, v, k_scale, v_scale = _tile(
+                keys, values, key_scales, value_scales, table, begin, position, kv_head, KV, D, SPAN, EIGHT
+            )
         most, total, mixed = _partial(
-            tl.load(mine), keys, values, key_scales, value_scales, table, split * SPLIT, at, position, kv_head, scale,
-            cap, window, KV, D, SPAN, CAPPED, WINDOW, EIGHT,
-        )  # fmt: skip
+            query, k, v, k_scale, v_scale, begin, at, scale, cap, window, SPAN, CAPPED, WINDOW, EIGHT
+        )
         if SPLITS == 1:
             m0, t0, v0 = _begin(sinks, head, 64, D, SINKS)
             m0, t0, v0 = _merge(m0, t0, v0, most, total, mixed)
@@ -235,10 +330,13 @@ def attend_trunks(
         mine = tl.load(q + (reader * HEADS + head)[:, None] * D + d[None, :])
         position = tl.load(positions + reader)
         table = tables + slot.to(tl.int64) * T
+        begin, last = split * SPLIT, tl.max(position, axis=0)
+        k, v, k_scale, v_scale = _tile(
+            keys, values, key_scales, value_scales, table, begin, last, kv_head, KV, D, SPLIT, EIGHT
+        )
         most, total, mixed = _partial(
-            mine, keys, values, key_scales, value_scales, table, split * SPLIT, position, tl.max(position, axis=0),
-            kv_head, scale, cap, window, KV, D, SPLIT, CAPPED, False, EIGHT,
-        )  # fmt: skip
+            mine, k, v, k_scale, v_scale, begin, position, scale, cap, window, SPLIT, CAPPED, False, EIGHT
+        )
         ok = i // G < count
         place = (reader * HEADS + head) * SPLITS + split
         _keep(p_most, p_total, p_mixed, place, ok, most, total, mixed, D)
@@ -298,10 +396,12 @@ def attend_tiles(
         most, total, mixed = _begin(sinks, head, 64, D, SINKS)
         last = tl.load(positions + first + count - 1)
         for split in range(begin, last // SPLIT + 1):
+            k, v, k_scale, v_scale = _tile(
+                keys, values, key_scales, value_scales, table, split * SPLIT, last, kv_head, KV, D, SPLIT, EIGHT
+            )
             m2, t2, v2 = _partial(
-                mine, keys, values, key_scales, value_scales, table, split * SPLIT, position, last,
-                kv_head, scale, cap, window, KV, D, SPLIT, CAPPED, WINDOW, EIGHT,
-            )  # fmt: skip
+                mine, k, v, k_scale, v_scale, split * SPLIT, position, scale, cap, window, SPLIT, CAPPED, WINDOW, EIGHT
+            )
             most, total, mixed = _merge(most, total, mixed, m2, t2, v2)
         result = (mixed / total[:, None]).to(tl.bfloat16)
         tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=(i // G < count)[:, None])

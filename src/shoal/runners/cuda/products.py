@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,28 @@ FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program o
 HEAD_N = 128  # tokens of the vocabulary that one program takes
 LEAST_ROWS = 16  # of x that an instruction takes: fewer are filled up
 FEW_LOAD = 256  # inputs of one load of `product_few`
+NORMED_ROWS = 8  # up to here a product norms what it reads of the residual, or adds to it: a kernel less
+LEAST_LOADED = 4  # rows of x that `product_few` has an own variant for: with fewer loads it is slower (one: a fifth)
+SQUARES = int(k.SQUARES.value)  # neighbours of a row of the residual whose squares are summed
 UNPACKING_STAGES = 3  # loads in flight where weights are unpacked: they wait in registers
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Residual:
+    """Rows of the residual x, float32 [rows, H], and the sums of their squares, float32 [rows, H / SQUARES].
+
+    A product of few rows norms what it reads of it with `gain`, or adds its sums to it, times `scale`.
+    """
+
+    x: torch.Tensor
+    squares: torch.Tensor
+    gain: torch.Tensor
+    eps: float
+    scale: float = 1.0
+
+
 def product(
-    x: torch.Tensor,
+    x: torch.Tensor | Residual,
     w: Matrix,
     out: torch.Tensor,
     epilogue: Any,
@@ -38,32 +56,16 @@ def product(
     """Launch a product of `rows` rows; returns in how many sums an output of PARTS is left (see `kernels.product`).
 
     With `shares`, float32 [rows], the sums of a row are multiplied by its share. Without `split` they are left in one.
+    A `Residual` is for products that `few_of` finds a way for.
     """
     gated = epilogue == k.GATED
     n = w.n // 2 if gated else w.n
     segments = segments_of(w.k)
     few = few_of(w, rows, gated) if epilogue != k.PICK and shares is None else None
     if few is not None:
-        bn, warps = few
-        k.product_few[(triton.cdiv(w.n, bn),)](
-            *(x, w.data, w.data if bias is None else bias, out, rows, ld or n),
-            *(
-                n,
-                w.k,
-                epilogue,
-                bias is not None,
-                act,
-                LEAST_ROWS,
-                bn,
-                FEW_LOAD,
-                w.k // segments // FEW_LOAD,
-                dependent,
-            ),
-            num_warps=warps,
-            launch_pdl=dependent,
-            enable_fp_fusion=False,
-        )
+        _launch_few(few, x, w, out, epilogue, rows, n, bias=bias, ld=ld or n, act=act, dependent=dependent)
         return 1
+    assert isinstance(x, torch.Tensor)
     bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
     stages = stages if w.form == k.BF16 else UNPACKING_STAGES
     parts = segments if split and epilogue == k.PARTS and rows <= FEW_ROWS else 1
@@ -83,6 +85,50 @@ def product(
     return int(parts)
 
 
+def adds(w: Matrix, rows: int) -> bool:
+    """Whether a product can be added to the residual by itself; those that follow can norm what they read then."""
+    return rows <= NORMED_ROWS and w.n % SQUARES == 0 and few_of(w, rows, gated=False) is not None
+
+
+def add_product(
+    x: torch.Tensor, w: Matrix, to: Residual, rows: int, bias: torch.Tensor | None, dependent: bool
+) -> None:
+    """Add a product that `adds` to the residual, and leave its squares."""
+    few = few_of(w, rows, gated=False)
+    assert few is not None
+    _launch_few(few, x, w, to, k.ADD, rows, w.n, bias=bias, ld=w.n, act=0, dependent=dependent)
+
+
+def _launch_few(
+    few: tuple[int, int],
+    x: torch.Tensor | Residual,
+    w: Matrix,
+    out: torch.Tensor | Residual,
+    epilogue: Any,
+    rows: int,
+    n: int,
+    *,
+    bias: torch.Tensor | None,
+    ld: int,
+    act: int,
+    dependent: bool,
+) -> None:
+    bn, warps = few
+    data, norm = w.data, x if isinstance(x, Residual) else out if isinstance(out, Residual) else None
+    gain, squares = (data, data) if norm is None else (norm.gain, norm.squares)
+    eps, scale = (0.0, 1.0) if norm is None else (norm.eps, norm.scale)
+    k.product_few[(triton.cdiv(w.n, bn),)](
+        *(x.x if isinstance(x, Residual) else x, data, data if bias is None else bias, gain, squares),
+        *(out.x if isinstance(out, Residual) else out, rows, ld, eps, scale),
+        *(n, w.k, epilogue, bias is not None, act, isinstance(x, Residual)),
+        *(max(triton.next_power_of_2(rows), LEAST_LOADED), LEAST_ROWS, bn, FEW_LOAD, w.k // 4 // FEW_LOAD),
+        *(triton.next_power_of_2(w.k // SQUARES), dependent),
+        num_warps=warps,
+        launch_pdl=dependent,
+        enable_fp_fusion=False,
+    )
+
+
 def segments_of(inputs: int) -> int:
     """Segments that a product of so many inputs is cut into: of its shape only."""
     return next(s for s in (4, 2, 1) if inputs % (s * 64) == 0 or s == 1)
@@ -97,7 +143,8 @@ def few_of(w: Matrix, rows: int, gated: bool) -> tuple[int, int] | None:
     segment = w.k // segments_of(w.k)
     if w.form != k.BF16 or rows > LEAST_ROWS or segments_of(w.k) != 4:
         return None
-    if segment % FEW_LOAD or segment > 4 * FEW_LOAD or (rows > 2 and segment > 2 * FEW_LOAD):
+    loads = 4 if rows <= 2 else 3 if rows <= NORMED_ROWS and not gated else 2
+    if segment % FEW_LOAD or segment > loads * FEW_LOAD:
         return None
     if segment == FEW_LOAD:
         return 32, 4

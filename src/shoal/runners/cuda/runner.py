@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
 from shoal.runners.cuda.access import DeviceBlocks
+from shoal.runners.cuda.ahead import Ahead, room_of
 from shoal.runners.cuda.choices import largest, until_invalid
 from shoal.runners.cuda.model import DeviceModel
 from shoal.runners.cuda.states import States
@@ -19,18 +20,6 @@ from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, Ste
 
 _FEW_CHANGES = 8  # table entries of one sequence that go with the step's inputs; more go as a row
 _LEAST_TRUNK = 4  # rows that make it worth to read a shared split in a program of its own
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """A step that the device computes already: the one after `rows`, should they all go on as they are."""
-
-    shape: Shape
-    rows: tuple[tuple[SeqId, int], ...]  # sequence, and the position it will feed
-    tables: tuple[tuple[BlockId, ...], ...]
-    tokens: list[int]  # that it will feed
-    chosen: torch.Tensor
-    done: torch.cuda.Event
 
 
 class CUDARunner:
@@ -53,9 +42,9 @@ class CUDARunner:
         self._free = list(range(slots - 1, -1, -1))
         self._slot: dict[SeqId, int] = {}
         self._known: dict[SeqId, tuple[BlockId, ...]] = {}
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
         self._group = max(a.heads // a.kv_heads for a in model.attentions)
-        self._cuda = model.device.type == "cuda"
+        self._cuda = self._runs_ahead = model.device.type == "cuda"
 
     @property
     def spec(self) -> ModelSpec:
@@ -74,6 +63,8 @@ class CUDARunner:
 
     def release(self, seq_ids: Sequence[SeqId]) -> None:
         """Give their rows of the table, and places for recurrent state, to others."""
+        if self._ahead is not None:
+            self._ahead.gone.update(seq_ids)
         if self._states is not None:
             self._states.release(seq_ids)
         for seq_id in seq_ids:
@@ -95,9 +86,19 @@ class CUDARunner:
 
         Raises `RunnerError`: before anything is computed for a plan out of range, and when the device fails.
         """
-        self._check(plan)
+        if not hasattr(self, "_step"):
+            raise RunnerError("the runner is closed", hint="load the model again")
+        ahead, self._ahead = self._ahead, None
+        compute: Callable[[StepPlan], StepOutput]  # a plan that runs already follows from one that was checked
+        if ahead is not None and ahead.is_plan(plan):
+            compute = partial(self._take_ahead, ahead)
+        elif ahead is not None and (rows := ahead.rows_of(plan)) is not None:
+            compute = partial(self._take_part, ahead, rows)
+        else:
+            self._check(plan)
+            compute = self._execute
         try:
-            output = self._take_ahead(plan) or self._execute(plan)
+            output = compute(plan)
         except torch.cuda.OutOfMemoryError as error:
             self._forget_tables()
             torch.cuda.empty_cache()
@@ -114,8 +115,6 @@ class CUDARunner:
     # -- from a plan to rows ------------------------------------------------------------------------------------
 
     def _check(self, plan: StepPlan) -> None:
-        if not hasattr(self, "_step"):
-            raise RunnerError("the runner is closed", hint="load the model again")
         spec = self._spec
         if plan.chain > spec.max_chain:
             raise RunnerError(f"chain is {plan.chain}", value=plan.chain, limit=spec.max_chain)
@@ -135,21 +134,26 @@ class CUDARunner:
             self._blocks.copy(source, target)
         if not plan.sequences:
             return StepOutput({})
+        if self._states is not None:
+            self._states.begin(plan.sequences)
+        lone, fed, shape = self._send(plan)
+        links = []
+        for _ in range(plan.chain):
+            self._step.run(shape)
+            links.append(self._fetch(self._step.buffers.chosen, shape.wanted))
+        output = self._output(plan, lone, fed, links)
+        if self._runs_ahead and shape.feeds:  # the next tokens and positions are on the device already
+            self._begin_ahead(plan, lone, shape, [output.argmax[s.seq_id][-1] for s in plan.sequences])
+        return output
+
+    def _send(self, plan: StepPlan) -> tuple[list[ScheduledSequence], list[ScheduledSequence], Shape]:
+        """Bring a step's inputs to the device; gives its sequences of one row and of many, in the order of rows."""
         lone = [s for s in plan.sequences if len(s.tokens) == 1]
         fed = [s for s in plan.sequences if len(s.tokens) > 1]
         lone.sort(key=lambda s: s.block_table)  # readers of one trunk become neighbours
-        if self._states is not None:
-            self._states.begin(plan.sequences)
         shape = self._fill(plan, lone, fed)
-        step = self._step
-        step.inputs(shape).send()
-        links = []
-        for _ in range(plan.chain):
-            step.run(shape)
-            links.append(self._fetch(step.buffers.chosen, shape.wanted))
-        output = self._output(plan, lone, fed, links)
-        self._run_ahead(plan, lone, shape, output)
-        return output
+        self._step.inputs(shape).send()
+        return lone, fed, shape
 
     def _fill(self, plan: StepPlan, lone: list[ScheduledSequence], fed: list[ScheduledSequence]) -> Shape:
         """Write the step's inputs to the host's buffer of its shape."""
@@ -270,6 +274,8 @@ class CUDARunner:
             while end < len(lone) and shared:
                 both = min(shared, lone[end].start // SPLIT)
                 other = lone[end].block_table
+                if table[0] != other[0]:
+                    break
                 while both and table[: both * size] != other[: both * size]:
                     both -= 1
                 if not both:
@@ -334,63 +340,69 @@ class CUDARunner:
 
     # -- one step ahead -----------------------------------------------------------------------------------------
 
-    def _run_ahead(self, plan: StepPlan, lone: list[ScheduledSequence], shape: Shape, output: StepOutput) -> None:
-        """Start the step that follows if all go on: its tokens and positions are on the device already."""
-        self._ahead = None
-        if not self._cuda or not shape.feeds:
+    def _begin_ahead(self, plan: StepPlan, lone: list[ScheduledSequence], shape: Shape, tokens: list[int]) -> None:
+        """Start the step that follows a plan if all of it go on and feed `tokens`; `lone` in the order of its rows."""
+        sequences = plan.sequences
+        starts = tuple([s.start + plan.chain for s in sequences])
+        tables = tuple([s.block_table for s in sequences])
+        room = room_of(starts, tables, self._spec.context_length)
+        if room < 0 or max(starts) >= shape.tokens:
             return
-        positions = [s.start + plan.chain for s in lone]
-        if max(positions) > shape.tokens - 1 or any(
-            at >= len(s.block_table) * BLOCK for at, s in zip(positions, lone, strict=True)
-        ):
-            return
-        last = [output.argmax[s.seq_id][-1] for s in lone]
-        rows = tuple((s.seq_id, at) for s, at in zip(lone, positions, strict=True))
-        self._start_ahead(shape, rows, tuple(s.block_table for s in lone), last)
+        row_of = {s.seq_id: row for row, s in enumerate(lone)}
+        rows = [row_of[s.seq_id] for s in sequences]
+        fed = tuple([(token,) for token in tokens])
+        seq_ids = tuple([s.seq_id for s in sequences])
+        self._ahead = Ahead(shape, seq_ids, starts, tables, fed, rows, room, *self._start_ahead(shape))
 
-    def _start_ahead(
-        self,
-        shape: Shape,
-        rows: tuple[tuple[SeqId, int], ...],
-        tables: tuple[tuple[BlockId, ...], ...],
-        tokens: list[int],
-    ) -> None:
+    def _start_ahead(self, shape: Shape) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         self._step.run(shape)
         chosen = self._fetch(self._step.buffers.chosen, shape.wanted)
+        if not self._cuda:
+            return chosen, None
         done = torch.cuda.Event()
         done.record()
-        self._ahead = _Ahead(shape, rows, tables, tokens, chosen, done)
+        return chosen, done
 
-    def _take_ahead(self, plan: StepPlan) -> StepOutput | None:
-        """The outcome of the step that runs already, if it is this plan's; starts the one after it first."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or plan.copies or plan.chain != 1 or len(plan.sequences) != len(ahead.rows):
-            return None
-        mine = {s.seq_id: s for s in plan.sequences}
-        for (seq_id, at), table, token in zip(ahead.rows, ahead.tables, ahead.tokens, strict=True):
-            s = mine.get(seq_id)
-            if s is None or s.start != at or s.tokens != (token,) or s.want is not Want.ARGMAX:
-                return None
-            if s.block_table is not table and s.block_table[: len(table)] != table:
-                return None
-        lone = [mine[seq_id] for seq_id, _ in ahead.rows]
-        rows = tuple((seq_id, at + 1) for seq_id, at in ahead.rows)
-        shape = ahead.shape
-        follows = max(at for _, at in rows) < shape.tokens
-        follows = follows and all(at < len(s.block_table) * BLOCK for s, (_, at) in zip(lone, rows, strict=True))
-        if follows:
-            changed = [entry for s in lone for entry in self._changes(s)]
-            if len(changed) <= UPDATES:
+    def _take_ahead(self, ahead: Ahead, plan: StepPlan) -> StepOutput:
+        """The outcome of the step that runs already, which is this plan's; starts the one after it first."""
+        shape, room = ahead.shape, ahead.room
+        starts = tuple([start + 1 for start in ahead.starts])
+        tables = tuple([s.block_table for s in plan.sequences])
+        if tables != ahead.tables:
+            room = room_of(ahead.starts, tables, self._spec.context_length)
+        following = None
+        if room > 0 and max(starts) < shape.tokens:
+            changed = [] if tables == ahead.tables else [entry for s in plan.sequences for entry in self._changes(s)]
+            if len(changed) > UPDATES:
+                self._forget_tables()
+            else:
                 if changed:
                     self._step.inputs(shape).send_updates(lambda updates: self._write_updates(changed, updates))
-                self._start_ahead(shape, rows, tuple(s.block_table for s in lone), [])
-            else:
-                self._forget_tables()
-        ahead.done.synchronize()
-        chosen = ahead.chosen.tolist()
-        if self._ahead is not None:
-            self._ahead.tokens = chosen[: len(rows)]
-        return StepOutput({seq_id: (chosen[i],) for i, (seq_id, _) in enumerate(ahead.rows)})
+                started = self._start_ahead(shape)
+                following = Ahead(shape, ahead.seq_ids, starts, tables, (), ahead.rows, room - 1, *started)
+        found = ahead.take()
+        tokens = tuple([(found[row],) for row in ahead.rows])
+        if following is not None:
+            following.tokens = tokens
+            self._ahead = following
+        return StepOutput(dict(zip(ahead.seq_ids, tokens, strict=True)))
+
+    def _take_part(self, ahead: Ahead, rows: list[int], plan: StepPlan) -> StepOutput:
+        """As `_take_ahead` where some sequences have ended: what the others got stands, as rows depend on no other.
+
+        The step after it is another one, so it waits for this one's tokens.
+        """
+        found = ahead.take()
+        tokens = [found[row] for row in rows]
+        following = [
+            s._replace(tokens=(max(token, 0),), start=s.start + 1)
+            for s, token in zip(plan.sequences, tokens, strict=True)
+        ]
+        starts, tables = [s.start for s in following], [s.block_table for s in following]
+        if room_of(starts, tables, self._spec.context_length) >= 0:
+            lone, _, shape = self._send(StepPlan(plan.step, tuple(following)))
+            self._begin_ahead(plan, lone, shape, tokens)
+        return StepOutput({s.seq_id: (token,) for s, token in zip(plan.sequences, tokens, strict=True)})
 
 
 def bucket(count: int, least: int = 1) -> int:

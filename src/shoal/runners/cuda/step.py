@@ -14,10 +14,20 @@ from numpy.typing import NDArray
 from shoal.runners.cuda import kernels as k
 from shoal.runners.cuda import kernels_attention as ka
 from shoal.runners.cuda.delta import DeltaBuffers, DeviceDelta, launch_delta, launch_gates
-from shoal.runners.cuda.feed import DeviceMixture
+from shoal.runners.cuda.feed import DeviceDense, DeviceMixture
 from shoal.runners.cuda.mixtures import MixtureBuffers, launch_mixture
 from shoal.runners.cuda.model import DecoderLayer, DeviceAttention, DeviceModel
-from shoal.runners.cuda.products import FEW_ROWS, HEAD_N, product
+from shoal.runners.cuda.products import (
+    FEW_ROWS,
+    HEAD_N,
+    LEAST_ROWS,
+    SQUARES,
+    Residual,
+    add_product,
+    adds,
+    few_of,
+    product,
+)
 from shoal.runners.cuda.weights import Matrix
 
 BLOCK = 32  # token slots of a KV block
@@ -112,6 +122,7 @@ class StepBuffers:
         heads = max(a.inner for a in model.attentions)
         self.x = empty(rows, model.width, dtype=torch.float32)
         self.normed = empty(rows, model.width)
+        self.squares = empty(LEAST_ROWS, -(-model.width // SQUARES), dtype=torch.float32)
         self.columns = empty(rows * max(layer.mixer.width for layer in model.layers))
         self.q = empty(rows, heads)
         self.attended = empty(rows * max(layer.mixer.inner for layer in model.layers))
@@ -200,36 +211,57 @@ class Step:
         k.embed[(shape.rows,)](
             t["tokens"], m.embedding, b.x, m.embedding_scale, m.width, width, num_warps=4, **self._options(shape)
         )
-        segments = 0
+        segments = None
         for layer in m.layers:
-            self._norm(shape, layer, segments, first=True)
-            self._mix(shape, layer.mixer)
-            segments = self._product(shape, b.attended, layer.mixer.out, b.parts, k.PARTS)
-            self._norm(shape, layer, segments, first=False)
-            segments = self._feed_forward(shape, layer)
+            x = self._norm(shape, layer, segments, first=True)
+            self._mix(shape, layer.mixer, x)
+            segments = self._add(shape, b.attended, layer.mixer.out, layer.mixer_post_norm, layer.mixer.out_bias)
+            x = self._norm(shape, layer, segments, first=False)
+            segments = self._feed_forward(shape, layer, x)
         self._norm(shape, None, segments, first=True)
         self._head(shape)
 
-    def _feed_forward(self, shape: Shape, layer: DecoderLayer) -> int:
-        """Leaves its output in `parts`; returns in how many sums."""
+    def _feed_forward(self, shape: Shape, layer: DecoderLayer, x: torch.Tensor | Residual) -> int:
+        """Leaves its output as `_add` does."""
         b, ff = self.buffers, layer.feed_forward
         if isinstance(ff, DeviceMixture):
             assert b.mixture is not None
             slots, spare = self._inputs[shape].tensors["slots"], len(self.tables) - 1
-            x, out = (b.normed, b.inner), b.parts
-            return launch_mixture(ff, b.mixture, x, out, slots, spare, shape.rows, self._options(shape))
-        self._product(shape, b.normed, ff.gate_up, b.inner, k.GATED, act=ff.activation)
-        return self._product(shape, b.inner, ff.down, b.parts, k.PARTS)
+            assert isinstance(x, torch.Tensor)
+            return launch_mixture(ff, b.mixture, (x, b.inner), b.parts, slots, spare, shape.rows, self._options(shape))
+        self._product(shape, x, ff.gate_up, b.inner, k.GATED, act=ff.activation)
+        return self._add(shape, b.inner, ff.down, layer.ff_post_norm, None)
+
+    def _add(
+        self, shape: Shape, x: torch.Tensor, w: Matrix, post: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> int:
+        """The last product of a mixer or a feed-forward: added to the residual, whose new squares are left (returns 0);
+        else left in `parts`, in so many sums, for `_norm` to norm with `post` and add.
+        """
+        m, b = self.model, self.buffers
+        if post is None and adds(w, shape.rows):
+            to = Residual(b.x, b.squares, m.norm, m.eps, m.residual_scale)
+            add_product(x, w, to, shape.rows, bias, self._options(shape)["PDL"])
+            return 0
+        return self._product(shape, x, w, b.parts, k.PARTS)
 
     def _options(self, shape: Shape) -> dict[str, bool]:
         """How kernels are launched: with few rows each starts while the one before ends; more would take its place."""
         few = self._dependent and shape.rows <= FEW_ROWS
         return {"PDL": few, "launch_pdl": few, "enable_fp_fusion": False}
 
-    def _norm(self, shape: Shape, layer: DecoderLayer | None, segments: int, *, first: bool) -> None:
-        """Add the last product to the residual, and norm for attention (`first`) or the feed-forward."""
+    def _norm(
+        self, shape: Shape, layer: DecoderLayer | None, segments: int | None, *, first: bool
+    ) -> torch.Tensor | Residual:
+        """What products of a mixer (`first`) or a feed-forward read: x with what the last product left, normed.
+
+        `segments` as `_add` gave it, None before the first layer. Where products of few rows follow upon one that has
+        added its own, they norm what they read.
+        """
         m, b = self.model, self.buffers
         weight = m.norm if layer is None else layer.mixer_norm if first else layer.ff_norm
+        if segments == 0 and (layer is None or _reads_residual(layer, shape.rows, first=first)):
+            return Residual(b.x, b.squares, weight, m.eps)
         post = bias = None
         if layer is not None and not first:
             post, bias = layer.mixer_post_norm, layer.mixer.out_bias
@@ -239,16 +271,17 @@ class Step:
         k.norm[(shape.rows,)](
             *(b.x, b.parts, weight if bias is None else bias, weight if post is None else post, weight, b.x, b.normed),
             *(shape.rows * m.width, m.eps, m.residual_scale, m.width, triton.next_power_of_2(m.width)),
-            *(segments, bias is not None, post is not None, False, layer is not None),
+            *(segments or 0, bias is not None, post is not None, False, layer is not None),
             num_warps=_warps(m.width),
             **self._options(shape),
         )
+        return b.normed
 
-    def _mix(self, shape: Shape, mixer: DeviceAttention | DeviceDelta) -> None:
+    def _mix(self, shape: Shape, mixer: DeviceAttention | DeviceDelta, x: torch.Tensor | Residual) -> None:
         """Leaves what goes into the mixer's last product in `attended`."""
         b, column = self.buffers, 0
         for matrix, bias in mixer.products:
-            self._product(shape, b.normed, matrix, b.columns[column:], k.STORE, bias=bias, ld=mixer.width)
+            self._product(shape, x, matrix, b.columns[column:], k.STORE, bias=bias, ld=mixer.width)
             column += matrix.n
         if isinstance(mixer, DeviceAttention):
             self._attention(shape, mixer)
@@ -259,15 +292,17 @@ class Step:
 
     def _attention(self, shape: Shape, a: DeviceAttention) -> None:
         m, b, t = self.model, self.buffers, self._inputs[shape].tensors
-        ka.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
-            *(b.columns, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
-            *(*a.kv, b.q, m.eps, self.tables.shape[1]),
-            *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, m.eight, _HEADS_EACH),
-            num_warps=2,
-            **self._options(shape),
-        )
+        fresh = self._is_fresh(shape)
+        if not fresh:
+            ka.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
+                *(b.columns, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
+                *(*a.kv, b.q, m.eps, self.tables.shape[1]),
+                *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, m.eight, _HEADS_EACH),
+                num_warps=2,
+                **self._options(shape),
+            )
         if shape.lone:
-            self._attend_lone(shape, a)
+            self._attend_lone(shape, a, fresh=fresh)
         if shape.tiles:
             ka.attend_tiles[(shape.tiles, a.kv_heads)](
                 *(b.q, *a.kv, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended),
@@ -283,26 +318,40 @@ class Step:
             heads, options = (a.heads, a.dim), self._options(shape)
             launch_gates(b.attended, b.gates, a.inner, b.attended, heads, shape.rows, options)
 
-    def _attend_lone(self, shape: Shape, a: DeviceAttention) -> None:
+    @staticmethod
+    def _is_fresh(shape: Shape) -> bool:
+        """Whether attention itself turns queries and keys, and keeps the latter: a kernel less where rows are few."""
+        return shape.rows == shape.lone <= FEW_ROWS and shape.splits == 1
+
+    def _trunks(self, shape: Shape, a: DeviceAttention) -> int:
+        return shape.trunks if a.window is None else 0  # a window reads little: each row its own
+
+    def _walks(self, shape: Shape, a: DeviceAttention) -> bool:
+        """Whether one program reads all splits of a row and KV head."""
+        return shape.splits > 1 and not self._trunks(shape, a) and shape.lone * a.kv_heads >= _WALKERS
+
+    def _attend_lone(self, shape: Shape, a: DeviceAttention, *, fresh: bool) -> None:
         """Attention of the rows that are alone in their sequence: shared splits, own splits, and all together."""
         b, t, options = self.buffers, self._inputs[shape].tensors, self._options(shape)
         partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
-        trunks = shape.trunks if a.window is None else 0  # a window reads little: each row its own
+        trunks, walk = self._trunks(shape, a), self._walks(shape, a)
         limits = (self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0)
-        sizes = (a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads, self.model.eight)
+        group = a.heads // a.kv_heads
+        sizes = (a.heads, a.kv_heads, a.dim, group, self.model.eight)
         kinds = (a.soft_cap is not None, a.window is not None, a.has_sinks)
-        reads = (b.q, *a.kv, self.tables, t["positions"])
+        reads = (*a.kv, self.tables, t["positions"])
         if trunks:
             ka.attend_trunks[(trunks, a.kv_heads)](
-                *(*reads, t["readers"], t["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
+                *(b.q, *reads, t["readers"], t["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
                 num_warps=4,
                 **options,
             )
         skipped = t["trunk_splits"] if trunks else self.model.zeros
-        walk = shape.splits > 1 and not trunks and shape.lone * a.kv_heads >= _WALKERS
         ka.attend_rows[(1 if walk else shape.splits, a.kv_heads, shape.lone)](
-            *(*reads, t["slots"], skipped, a.sinks, b.attended, *partials, *limits),
-            *(shape.splits, shape.span, *sizes, *kinds, walk),
+            *(b.columns if fresh else b.q, *reads, t["slots"], skipped, a.sinks, b.attended, *partials),
+            *(a.q_norm, a.k_norm, a.cosines, a.sines, *limits, self.model.eps),
+            *(shape.splits, shape.span, *sizes, *kinds),
+            *(walk, fresh, triton.next_power_of_2(group), 2 * a.cosines.shape[1], a.normed),
             num_warps=4,
             num_stages=1,  # three programs share a processor: more in flight than one that loads ahead
             **options,
@@ -339,9 +388,22 @@ class Step:
             **self._options(shape),
         )
 
-    def _product(self, shape: Shape, x: torch.Tensor, w: Matrix, out: torch.Tensor, epilogue: Any, **how: Any) -> int:
+    def _product(
+        self, shape: Shape, x: torch.Tensor | Residual, w: Matrix, out: torch.Tensor, epilogue: Any, **how: Any
+    ) -> int:
         """`product` over all rows of the step."""
         return product(x, w, out, epilogue, shape.rows, dependent=self._options(shape)["PDL"], **how)
+
+
+def _reads_residual(layer: DecoderLayer, rows: int, *, first: bool) -> bool:
+    """Whether all products of a layer's mixer (`first`) or feed-forward can norm what they read."""
+    if not first:
+        ff = layer.feed_forward
+        return isinstance(ff, DeviceDense) and few_of(ff.gate_up, rows, gated=True) is not None
+    mixer = layer.mixer
+    if not isinstance(mixer, DeviceAttention) or mixer.gate is not None:
+        return False
+    return all(few_of(matrix, rows, gated=False) is not None for matrix, _ in mixer.products)
 
 
 def tile_tokens(group: int) -> int:
