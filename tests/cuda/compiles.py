@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
 from shoal.runners.cuda import (
+    attention,
     delta,
     kernels,
     kernels_attention,
@@ -110,7 +111,7 @@ def compile_all(arch: int) -> Counter[str]:
     view = View(kernels, target, counts)
     for launcher in (step, products, mixtures):
         vars(launcher)["k"] = view
-    vars(step)["ka"] = View(kernels_attention, target, counts)
+    vars(attention)["ka"] = View(kernels_attention, target, counts)
     vars(delta)["kr"] = View(kernels_recurrent, target, counts)
     vars(mixtures)["km"] = View(kernels_mixture, target, counts)
     for form in FORMS:

@@ -79,7 +79,7 @@ class Driver:
         assert plan is not None
         return plan
 
-    def commit(self, plan: StepPlan, ms: float = 1.0) -> None:
+    def commit(self, plan: StepPlan, ms: float = 1.0, *, once: bool = False) -> None:
         sampled = {}
         for item in plan.sequences:
             if item.want is not Want.NOTHING:
@@ -87,7 +87,7 @@ class Driver:
                 self.next_token += plan.chain
         self.now += ms / 1e3
         outcomes = {seq_id: self.outcome(seq_id, tokens) for seq_id, tokens in sampled.items()}
-        self.apply(Commit(plan, outcomes, self.now, ms))
+        self.apply(Commit(plan, outcomes, self.now, ms, once))
         self.ended += self.scheduler.take_ended()
 
     def outcome(self, seq_id: int, tokens: tuple[int, ...]) -> JudgedTokens:

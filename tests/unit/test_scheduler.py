@@ -75,6 +75,20 @@ def test_decodes_come_before_prefills_and_a_long_prompt_leaves_half_to_the_next(
     assert fed(plan) == {1: 1, 2: 32, 3: 31}
 
 
+def test_a_step_in_which_kernels_were_compiled_is_no_news_of_what_prompts_cost() -> None:
+    driver = Driver(200, max_step_tokens=64, max_stall_ms=100)
+    driver.add([1, 2], max_tokens=50)
+    driver.step()
+    pacer = driver.scheduler.pacer
+    before = pacer.decode_ms, pacer.token_ms
+    for start in (100, 200):
+        driver.add(list(range(start, start + 40)))
+        driver.commit(driver.plan(), 3_500.0, once=True)
+    assert (pacer.decode_ms, pacer.token_ms) == before
+    driver.commit(driver.plan(), 20.0)
+    assert pacer.token_ms is not None
+
+
 def test_a_second_identical_request_computes_one_token() -> None:
     driver = Driver()
     driver.add(P, max_tokens=1)

@@ -60,12 +60,16 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The plan was executed in `ms`; `outcomes` has an entry for every sequence that got tokens."""
+    """The plan was executed in `ms`; `outcomes` has an entry for every sequence that got tokens.
+
+    `once` as the runner said (`StepOutput.once`): then nothing is learned from the time.
+    """
 
     plan: StepPlan
     outcomes: Mapping[SeqId, JudgedTokens]
     now: float
     ms: float
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

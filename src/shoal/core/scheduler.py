@@ -526,8 +526,9 @@ class Scheduler:
                     if windows is not None:
                         windows.advance(seq)
         self.drafted += drafted
-        greedy = all(item.want is Want.ARGMAX for item in plan.sequences)
-        self.pacer.observe(decodes, chunked, command.ms / chain, drafted, greedy=greedy)
+        if not command.once:
+            greedy = all(item.want is Want.ARGMAX for item in plan.sequences)
+            self.pacer.observe(decodes, chunked, command.ms / chain, drafted, greedy=greedy)
         self._expire(command.now)
 
     def _copied(self, plan: StepPlan) -> None:

@@ -237,7 +237,7 @@ class StepLoop(InFlight[LocalState]):
         for command in ending:
             self.scheduler.apply(command)
         end, accepted = self.clock(), self.scheduler.accepted
-        self.scheduler.apply(Commit(plan, outcomes, end, (end - begin) * 1e3))
+        self.scheduler.apply(Commit(plan, outcomes, end, (end - begin) * 1e3, output.once))
         self.failures = 0
         self.steps += 1
         ms = (self.clock() - begin) * 1e3

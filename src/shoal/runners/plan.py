@@ -99,12 +99,14 @@ class StepOutput:
     wanted LOGITS, its `rows` in the order of their tokens, the sequences in plan order; it is valid until the runner's
     next call and may be written to. `top` holds, for each sequence that wanted TOP, the tokens of its `top` largest
     logits, int64 in rising order, and these logits, float32; of equal logits the lowest tokens are in it, and it is
-    empty where the logits were not finite numbers.
+    empty where the logits were not finite numbers. `once`: some of the time went into what a step of this shape needs
+    once (kernels were compiled), so it does not tell what such steps take.
     """
 
     argmax: Mapping[SeqId, tuple[int, ...]]
     logits: NDArray[np.float32] | None = None
     top: Mapping[SeqId, tuple[NDArray[np.int64], NDArray[np.float32]]] = field(default_factory=dict)
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

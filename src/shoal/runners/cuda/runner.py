@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -97,6 +98,7 @@ class CUDARunner:
         else:
             self._check(plan)
             compute = self._execute
+        captured = self._step.captured
         try:
             output = compute(plan)
         except torch.cuda.OutOfMemoryError as error:
@@ -110,7 +112,7 @@ class CUDARunner:
         self._blocks.wrote(plan.sequences, plan.chain)
         if self._states is not None:
             self._states.end(plan)
-        return output
+        return output if self._step.captured == captured else replace(output, once=True)
 
     # -- from a plan to rows ------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import triton
 from numpy.typing import NDArray
 
 from shoal.runners.cuda import kernels as k
-from shoal.runners.cuda import kernels_attention as ka
+from shoal.runners.cuda.attention import launch_attention
 from shoal.runners.cuda.delta import DeltaBuffers, DeviceDelta, launch_delta, launch_gates
 from shoal.runners.cuda.feed import DeviceDense, DeviceMixture
 from shoal.runners.cuda.mixtures import MixtureBuffers, launch_mixture
@@ -34,8 +34,6 @@ BLOCK = 32  # token slots of a KV block
 SPLIT = 128  # tokens of an attention split
 UPDATES = 256  # block-table entries that a step can change inside its graph
 _GRAPHS = 96  # captured shapes kept
-_WALKERS = 256  # programs that are enough to read all splits of a row and KV head in one, and merge them there
-_HEADS_EACH = 8  # heads that one program norms and rotates
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +162,7 @@ class Step:
         self.buffers = StepBuffers(model, rows, wanted)
         self._inputs: dict[Shape, Inputs] = {}
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self.captured = 0  # graphs so far, each after its kernels were compiled
         cuda = model.device.type == "cuda"
         self._dependent = cuda and torch.cuda.get_device_capability(model.device) >= (9, 0)
 
@@ -200,6 +199,7 @@ class Step:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest], self._inputs[oldest]
         self._graphs[shape] = graph
+        self.captured += 1
         return graph
 
     # -- the kernels, in order ----------------------------------------------------------------------------------
@@ -291,77 +291,11 @@ class Step:
         launch_delta(mixer, b.delta, b.columns, b.attended, inputs, shape.rows, shape.runs, options)
 
     def _attention(self, shape: Shape, a: DeviceAttention) -> None:
-        m, b, t = self.model, self.buffers, self._inputs[shape].tensors
-        fresh = self._is_fresh(shape)
-        if not fresh:
-            ka.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
-                *(b.columns, a.q_norm, a.k_norm, a.cosines, a.sines, t["positions"], t["slots"], self.tables),
-                *(*a.kv, b.q, m.eps, self.tables.shape[1]),
-                *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, m.eight, _HEADS_EACH),
-                num_warps=2,
-                **self._options(shape),
-            )
-        if shape.lone:
-            self._attend_lone(shape, a, fresh=fresh)
-        if shape.tiles:
-            ka.attend_tiles[(shape.tiles, a.kv_heads)](
-                *(b.q, *a.kv, self.tables, t["positions"], t["slots"], t["tiles"], a.sinks, b.attended),
-                *(self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0),
-                *(a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads, m.eight),
-                *(a.soft_cap is not None, a.window is not None, a.has_sinks),
-                num_warps=4,
-                num_stages=1,
-                **self._options(shape),
-            )
+        b, options = self.buffers, self._options(shape)
+        launch_attention(self.model, b, a, shape, self._inputs[shape].tensors, self.tables, options)
         if a.gate is not None:
             self._product(shape, b.normed, a.gate, b.gates, k.STORE)
-            heads, options = (a.heads, a.dim), self._options(shape)
-            launch_gates(b.attended, b.gates, a.inner, b.attended, heads, shape.rows, options)
-
-    @staticmethod
-    def _is_fresh(shape: Shape) -> bool:
-        """Whether attention itself turns queries and keys, and keeps the latter: a kernel less where rows are few."""
-        return shape.rows == shape.lone <= FEW_ROWS and shape.splits == 1
-
-    def _trunks(self, shape: Shape, a: DeviceAttention) -> int:
-        return shape.trunks if a.window is None else 0  # a window reads little: each row its own
-
-    def _walks(self, shape: Shape, a: DeviceAttention) -> bool:
-        """Whether one program reads all splits of a row and KV head."""
-        return shape.splits > 1 and not self._trunks(shape, a) and shape.lone * a.kv_heads >= _WALKERS
-
-    def _attend_lone(self, shape: Shape, a: DeviceAttention, *, fresh: bool) -> None:
-        """Attention of the rows that are alone in their sequence: shared splits, own splits, and all together."""
-        b, t, options = self.buffers, self._inputs[shape].tensors, self._options(shape)
-        partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
-        trunks, walk = self._trunks(shape, a), self._walks(shape, a)
-        limits = (self.tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0)
-        group = a.heads // a.kv_heads
-        sizes = (a.heads, a.kv_heads, a.dim, group, self.model.eight)
-        kinds = (a.soft_cap is not None, a.window is not None, a.has_sinks)
-        reads = (*a.kv, self.tables, t["positions"])
-        if trunks:
-            ka.attend_trunks[(trunks, a.kv_heads)](
-                *(b.q, *reads, t["readers"], t["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
-                num_warps=4,
-                **options,
-            )
-        skipped = t["trunk_splits"] if trunks else self.model.zeros
-        ka.attend_rows[(1 if walk else shape.splits, a.kv_heads, shape.lone)](
-            *(b.columns if fresh else b.q, *reads, t["slots"], skipped, a.sinks, b.attended, *partials),
-            *(a.q_norm, a.k_norm, a.cosines, a.sines, *limits, self.model.eps),
-            *(shape.splits, shape.span, *sizes, *kinds),
-            *(walk, fresh, triton.next_power_of_2(group), 2 * a.cosines.shape[1], a.normed),
-            num_warps=4,
-            num_stages=1,  # three programs share a processor: more in flight than one that loads ahead
-            **options,
-        )
-        if shape.splits > 1 and not walk:
-            ka.merge_rows[(a.heads, shape.lone)](
-                *(t["positions"], a.sinks, b.attended, *partials, limits[3], shape.splits, a.heads, a.dim, *kinds[1:]),
-                num_warps=1,
-                **options,
-            )
+            launch_gates(b.attended, b.gates, a.inner, b.attended, (a.heads, a.dim), shape.rows, options)
 
     def _head(self, shape: Shape) -> None:
         m, b, t = self.model, self.buffers, self._inputs[shape].tensors

@@ -1,0 +1,106 @@
+"""How attention is launched: which of its kernels, and with how many programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from shoal.runners.cuda import kernels_attention as ka
+from shoal.runners.cuda.model import DeviceAttention, DeviceModel
+from shoal.runners.cuda.products import FEW_ROWS
+
+if TYPE_CHECKING:
+    from shoal.runners.cuda.step import Shape, StepBuffers
+
+_WALKERS = 256  # programs that are enough to read all splits of a row and KV head in one, and merge them there
+_HEADS_EACH = 8  # heads that one program norms and rotates
+
+
+def launch_attention(
+    model: DeviceModel,
+    b: StepBuffers,
+    a: DeviceAttention,
+    shape: Shape,
+    inputs: Mapping[str, torch.Tensor],
+    tables: torch.Tensor,
+    options: Mapping[str, bool],
+) -> None:
+    """From `columns`, what the products left, to `attended`; new keys and values go to their KV blocks."""
+    fresh = shape.rows == shape.lone <= FEW_ROWS and shape.splits == 1  # a kernel less where rows are few
+    if not fresh:
+        ka.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
+            *(b.columns, a.q_norm, a.k_norm, a.cosines, a.sines, inputs["positions"], inputs["slots"], tables),
+            *(*a.kv, b.q, model.eps, tables.shape[1]),
+            *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, model.eight, _HEADS_EACH),
+            num_warps=2,
+            **options,
+        )
+    if shape.lone:
+        _attend_lone(model, b, a, shape, inputs, tables, options, fresh=fresh)
+    if shape.tiles:
+        ka.attend_tiles[(shape.tiles, a.kv_heads)](
+            *(b.q, *a.kv, tables, inputs["positions"], inputs["slots"], inputs["tiles"], a.sinks, b.attended),
+            *(*_limits(a, tables), *_sizes(model, a), *_kinds(a)),
+            num_warps=4,
+            num_stages=1,
+            **options,
+        )
+
+
+def _limits(a: DeviceAttention, tables: torch.Tensor) -> tuple[int, float, float, int]:
+    return tables.shape[1], a.scale, a.soft_cap or 0.0, a.window or 0
+
+
+def _sizes(model: DeviceModel, a: DeviceAttention) -> tuple[int, int, int, int, bool]:
+    return a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads, model.eight
+
+
+def _kinds(a: DeviceAttention) -> tuple[bool, bool, bool]:
+    return a.soft_cap is not None, a.window is not None, a.has_sinks
+
+
+def _attend_lone(
+    model: DeviceModel,
+    b: StepBuffers,
+    a: DeviceAttention,
+    shape: Shape,
+    inputs: Mapping[str, torch.Tensor],
+    tables: torch.Tensor,
+    options: Mapping[str, bool],
+    *,
+    fresh: bool,
+) -> None:
+    """Attention of the rows that are alone in their sequence: shared splits, own splits, and all together.
+
+    With `fresh` queries and keys are turned here, and keys and values kept.
+    """
+    limits, sizes, kinds = _limits(a, tables), _sizes(model, a), _kinds(a)
+    reads = (*a.kv, tables, inputs["positions"])
+    partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
+    trunks = shape.trunks if a.window is None else 0  # a window reads little: each row its own
+    if trunks:
+        ka.attend_trunks[(trunks, a.kv_heads)](
+            *(b.q, *reads, inputs["readers"], inputs["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
+            num_warps=4,
+            **options,
+        )
+    skipped = inputs["trunk_splits"] if trunks else model.zeros
+    walk = shape.splits > 1 and not trunks and shape.lone * a.kv_heads >= _WALKERS
+    ka.attend_rows[(1 if walk else shape.splits, a.kv_heads, shape.lone)](
+        *(b.columns if fresh else b.q, *reads, inputs["slots"], skipped, a.sinks, b.attended, *partials),
+        *(a.q_norm, a.k_norm, a.cosines, a.sines, *limits, model.eps, shape.splits, shape.span, *sizes, *kinds),
+        *(walk, fresh, triton.next_power_of_2(sizes[3]), 2 * a.cosines.shape[1], a.normed),
+        num_warps=4,
+        num_stages=1,  # three programs share a processor: more in flight than one that loads ahead
+        **options,
+    )
+    if shape.splits > 1 and not walk:
+        ka.merge_rows[(a.heads, shape.lone)](
+            *(inputs["positions"], a.sinks, b.attended, *partials, limits[3]),
+            *(shape.splits, a.heads, a.dim, *kinds[1:]),
+            num_warps=1,
+            **options,
+        )
