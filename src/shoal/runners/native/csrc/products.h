@@ -71,15 +71,15 @@ inline F minimum_at(const uint8_t* p, int g, int part, int lane) {
     return mul(m, to_float(ior(shift_right(low, 4), iand(shift_left(upper, 2), iset(0x30)))));
 }
 
-// `half` is the first of kHalves halves of the strip: read once. Both at once share the loads of a few rows' activations.
+// `half` is the first of kHalves halves of the strip: read once. Both at once share the loads of activations. (One after the other, with
+// 7 or 8 rows, the compiler keeps the first one's activations on the stack for the second: a fifth slower.)
 template <Codes kCodes, Scales kScales, int kRows, int kHalves>
 inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x, float* out, int ld, bool accumulate,
                   const F* first) {
     constexpr bool kMin = has_min(kScales), kTable = kCodes == Codes::kTable, kWide = kCodes == Codes::kEight || kTable;
     constexpr int kParts = kGroup / scale_inputs(kScales), kGroups = groups_of_block(kScales),
                   kBytes = block_bytes(kCodes, kScales);
-    constexpr int kShare = kBytes / kGroups,
-                  kAtOnce = kRows > 6 ? 1 : kHalves;  // of many rows, one half's integers fill the registers
+    constexpr int kShare = kBytes / kGroups;
     const I table = kTable ? load_table(w.table) : iset(0);
     const F unit = set(float_of(uint32_t(w.unit_log2 + 127) << 23));
     F acc[kHalves][kRows];
@@ -95,9 +95,8 @@ inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x,
 #pragma GCC unroll 32
         for (int line = 0; line < kShare; line += 64) __builtin_prefetch(ahead + line, 0, 2);
 #pragma GCC unroll 4
-        for (int hp = 0; hp < kParts * (kHalves / kAtOnce); hp++) {
-            const int h = hp % kParts, q = hp / kParts * kAtOnce;  // part of the group; first of the halves
-            I c[kAtOnce][kRows];
+        for (int h = 0; h < kParts; h++) {  // parts of the group
+            I c[kHalves][kRows];
 #pragma GCC unroll 8
             for (int i = 0; i < kRows; i++) {
                 I start = iset(0);
@@ -105,33 +104,33 @@ inline void strip(const Matrix& w, const uint8_t* data, int half, const Tile& x,
                     start =
                         shift_left(iset(kParts == 2 ? nsum[h * kRows + i] : nsum[i] + nsum[kRows + i]), w.offset_log2);
 #pragma GCC unroll 4
-                for (int p = 0; p < kAtOnce; p++) c[p][i] = start;
+                for (int p = 0; p < kHalves; p++) c[p][i] = start;
             }
 #pragma GCC unroll 8
             for (int j = 0; j < 8 / kParts; j++) {
                 const int step = h * (8 / kParts) + j;
-                I v[kAtOnce];
+                I v[kHalves];
 #pragma GCC unroll 4
-                for (int p = 0; p < kAtOnce; p++) v[p] = codes_at<kCodes>(codes, half + q + p, step, table);
+                for (int p = 0; p < kHalves; p++) v[p] = codes_at<kCodes>(codes, half + p, step, table);
 #pragma GCC unroll 8
                 for (int i = 0; i < kRows; i++) {
                     const I four = broadcast4(a + (step * kRows + i) * 4);
 #pragma GCC unroll 4
-                    for (int p = 0; p < kAtOnce; p++) c[p][i] = dot<kWide>(c[p][i], v[p], four);
+                    for (int p = 0; p < kHalves; p++) c[p][i] = dot<kWide>(c[p][i], v[p], four);
                 }
             }
 #pragma GCC unroll 4
-            for (int p = 0; p < kAtOnce; p++) {
-                const F d = scale_at<kScales, kTable>(block, within, h, (half + q + p) * 16, unit);
+            for (int p = 0; p < kHalves; p++) {
+                const F d = scale_at<kScales, kTable>(block, within, h, (half + p) * 16, unit);
 #pragma GCC unroll 8
                 for (int i = 0; i < kRows; i++)
-                    acc[q + p][i] = fma(to_float(c[p][i]), mul(d, set(x.s[g * kRows + i])), acc[q + p][i]);
+                    acc[p][i] = fma(to_float(c[p][i]), mul(d, set(x.s[g * kRows + i])), acc[p][i]);
                 if (!kMin) continue;
-                const F m = minimum_at<kScales>(block, within, h, (half + q + p) * 16);
+                const F m = minimum_at<kScales>(block, within, h, (half + p) * 16);
 #pragma GCC unroll 8
                 for (int i = 0; i < kRows; i++) {
                     const float t = kParts == 1 ? x.t[g * kRows + i] : x.s[g * kRows + i] * -float(nsum[h * kRows + i]);
-                    acc[q + p][i] = fma(m, set(t), acc[q + p][i]);
+                    acc[p][i] = fma(m, set(t), acc[p][i]);
                 }
             }
         }
