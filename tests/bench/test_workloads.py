@@ -78,7 +78,9 @@ def test_a_burst_in_other_sizes_has_a_name_that_tells_them() -> None:
     [staggered] = select("staggered", Sizes(n=4))
     assert (staggered.level, staggered.batch, staggered.rate) == ("4 of 200 to 400 + 64", 4, 4.0)
     assert select("burst", Sizes()) == select("burst")
-    with pytest.raises(BenchmarkError, match="scaling has sizes of its own"):
+    with pytest.raises(BenchmarkError, match="no scenario 'brust'"):
+        select("brust", Sizes(n=8))
+    with pytest.raises(BenchmarkError, match="scaling takes no other sizes"):
         select("scaling", Sizes(n=3))
 
 

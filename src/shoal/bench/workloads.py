@@ -174,19 +174,19 @@ def select(scenario: str, sizes: Sizes | None = None, *, quick: bool = False) ->
 
     With `sizes` the scenario must be one that has some; its first level is measured in them.
     """
-    if sizes is not None and sizes != Sizes():
-        lasting = sizes == Sizes(seconds=sizes.seconds)
-        if scenario not in (("sustained",) if lasting else _SIZED):
-            hint = f"--scenario {' or '.join(_SIZED)}; --seconds is for --scenario sustained"
-            raise BenchmarkError(f"{scenario} has sizes of its own", value=scenario, limit=_SIZED, hint=hint)
-        levels = [sizes.of(workload) for workload in SCENARIOS[scenario][: None if lasting else 1]]
-        return [_smaller(workload) for workload in levels] if quick else levels
     groups = {"all": [name for name in SCENARIOS if name not in _APART], "both": ["scaling", "burst"]}
     names = groups.get(scenario, [scenario])
     if names[0] not in SCENARIOS:
         known = ["all", "both", *SCENARIOS, "speculation"]  # the last one is measured apart from these
         hint = f"known: {', '.join(known)}"
         raise BenchmarkError(f"no scenario {scenario!r}", value=scenario, limit=known, hint=hint)
+    if sizes is not None and sizes != Sizes():
+        lasting = sizes == Sizes(seconds=sizes.seconds)
+        if scenario not in (("sustained",) if lasting else _SIZED):
+            hint = f"--scenario {' or '.join(_SIZED)}; --seconds is for --scenario sustained"
+            raise BenchmarkError(f"{scenario} takes no other sizes", value=scenario, limit=_SIZED, hint=hint)
+        levels = [sizes.of(workload) for workload in SCENARIOS[scenario][: None if lasting else 1]]
+        return [_smaller(workload) for workload in levels] if quick else levels
     levels = [workload for name in names for workload in SCENARIOS[name]]
     return [_smaller(workload) for workload in levels] if quick else levels
 

@@ -13,7 +13,7 @@ from shoal.runners.base import Runner
 from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "kernels of our own for this CPU and model"
-INSTALL = "install a C++ compiler and reinstall shoal, or use runner='openvino'"
+INSTALL = "reinstall shoal (with SHOAL_NATIVE=1 pip says why it cannot build them), or use runner='openvino'"
 HONOURS = ("threads", "pin_threads", "kv_precision", "kv_host", "kv_cache")
 PRECISIONS = AT_LOAD
 OPTIONS = ("mmap",)

@@ -21,7 +21,7 @@ def load_core() -> Any:
     except ImportError as error:
         raise BackendError(
             f"the native kernels are not built ({error})",
-            hint="install a C++ compiler and reinstall shoal, or use runner='openvino'",
+            hint="reinstall shoal (with SHOAL_NATIVE=1 pip says why it cannot build them), or use runner='openvino'",
         ) from error
     built, wanted = getattr(core, "binding", "none"), _binding_hash()
     if wanted not in (built, None):
