@@ -5,6 +5,8 @@ A folder or file is named here once; a single test has the marker itself (`@pyte
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,18 @@ SLOW = (
 QUICK = ("server/test_api.py", "server/test_docs.py")
 """What is quick all the same."""
 MODEL = ("agents/test_real.py", "browser", "parity/test_real_engine.py", "server/test_frameworks.py")
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """`serve`, called in this process, sends the log to the standard error of its test, which is closed behind it."""
+    logs = [logging.getLogger(name) for name in ("shoal", "uvicorn")]
+    before = [(log.handlers[:], log.propagate, log.level) for log in logs]
+    yield
+    for log, (handlers, propagate, level) in zip(logs, before, strict=True):
+        log.handlers[:] = handlers
+        log.propagate = propagate
+        log.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

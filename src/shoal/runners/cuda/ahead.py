@@ -12,7 +12,7 @@ from shoal.runners.plan import BlockId, SeqId, StepPlan, Want
 
 
 @dataclass(slots=True)
-class Ahead:
+class StepAhead:
     """A step that the device computes already: the one that follows if all sequences go on as they are.
 
     `seq_ids`, `starts` and `tables` are what its plan must say, in its order; `tokens` too, as a plan has them, but

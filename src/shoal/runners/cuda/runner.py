@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
 from shoal.runners.cuda.access import DeviceBlocks
-from shoal.runners.cuda.ahead import Ahead, room_of
+from shoal.runners.cuda.ahead import StepAhead, room_of
 from shoal.runners.cuda.choices import largest, until_invalid
 from shoal.runners.cuda.model import DeviceModel
 from shoal.runners.cuda.states import States
@@ -43,7 +43,7 @@ class CUDARunner:
         self._free = list(range(slots - 1, -1, -1))
         self._slot: dict[SeqId, int] = {}
         self._known: dict[SeqId, tuple[BlockId, ...]] = {}
-        self._ahead: Ahead | None = None
+        self._ahead: StepAhead | None = None
         self._group = max(a.heads // a.kv_heads for a in model.attentions)
         self._cuda = self._runs_ahead = model.device.type == "cuda"
 
@@ -354,7 +354,7 @@ class CUDARunner:
         rows = [row_of[s.seq_id] for s in sequences]
         fed = tuple([(token,) for token in tokens])
         seq_ids = tuple([s.seq_id for s in sequences])
-        self._ahead = Ahead(shape, seq_ids, starts, tables, fed, rows, room, *self._start_ahead(shape))
+        self._ahead = StepAhead(shape, seq_ids, starts, tables, fed, rows, room, *self._start_ahead(shape))
 
     def _start_ahead(self, shape: Shape) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         self._step.run(shape)
@@ -365,7 +365,7 @@ class CUDARunner:
         done.record()
         return chosen, done
 
-    def _take_ahead(self, ahead: Ahead, plan: StepPlan) -> StepOutput:
+    def _take_ahead(self, ahead: StepAhead, plan: StepPlan) -> StepOutput:
         """The outcome of the step that runs already, which is this plan's; starts the one after it first."""
         shape, room = ahead.shape, ahead.room
         starts = tuple([start + 1 for start in ahead.starts])
@@ -381,7 +381,7 @@ class CUDARunner:
                 if changed:
                     self._step.inputs(shape).send_updates(lambda updates: self._write_updates(changed, updates))
                 started = self._start_ahead(shape)
-                following = Ahead(shape, ahead.seq_ids, starts, tables, (), ahead.rows, room - 1, *started)
+                following = StepAhead(shape, ahead.seq_ids, starts, tables, (), ahead.rows, room - 1, *started)
         found = ahead.take()
         tokens = tuple([(found[row],) for row in ahead.rows])
         if following is not None:
@@ -389,7 +389,7 @@ class CUDARunner:
             self._ahead = following
         return StepOutput(dict(zip(ahead.seq_ids, tokens, strict=True)))
 
-    def _take_part(self, ahead: Ahead, rows: list[int], plan: StepPlan) -> StepOutput:
+    def _take_part(self, ahead: StepAhead, rows: list[int], plan: StepPlan) -> StepOutput:
         """As `_take_ahead` where some sequences have ended: what the others got stands, as rows depend on no other.
 
         The step after it is another one, so it waits for this one's tokens.
