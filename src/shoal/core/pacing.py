@@ -111,7 +111,7 @@ class StepTimes:
             if seen[knot]:
                 below, at = knot, at + 1
                 if knot != now:
-                    costs[knot] += 0.01 * (costs[now] * shape / _SHAPES[now] - costs[knot])
+                    costs[knot] += 0.03 * (costs[now] * shape / _SHAPES[now] - costs[knot])
             elif below >= 0 and at < len(above):
                 next_seen = above[at]
                 part = (_KNOTS[knot] - _KNOTS[below]) / (_KNOTS[next_seen] - _KNOTS[below])
