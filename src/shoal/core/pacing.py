@@ -49,11 +49,6 @@ class StepTimes:
         self._most = 1  # rows of the widest step
         self._least: dict[int, tuple[int, float]] = {}  # by rows: `least_chance`, and after how many steps it was so
 
-    @property
-    def known(self) -> bool:
-        """True when a step was measured."""
-        return self._steps > 0
-
     def __call__(self, rows: int) -> float:
         """What a step of so many rows takes."""
         at, part = _PLACES[rows] if rows < len(_PLACES) else _PLACES[-1]

@@ -10,10 +10,10 @@ from shoal.errors import BackendError, UnsupportedModelError
 from shoal.models.files import Progress
 from shoal.models.precision import AT_LOAD
 from shoal.runners.base import Runner
+from shoal.runners.native.core import INSTALL as INSTALL
 from shoal.runners.registry import LocalModel, RunnerCard
 
 WHY = "kernels of our own for this CPU and model"
-INSTALL = "reinstall shoal (with SHOAL_NATIVE=1 pip says why it cannot build them), or use runner='openvino'"
 HONOURS = ("threads", "pin_threads", "kv_precision", "kv_host", "kv_cache")
 PRECISIONS = AT_LOAD
 OPTIONS = ("mmap",)

@@ -12,6 +12,8 @@ from shoal.errors import BackendError
 
 _BINDING = Path(__file__).parent / "csrc" / "binding.cpp"
 """What Python and the extension say to each other; where a checkout is installed, for wheels have no sources."""
+INSTALL = "reinstall shoal (with SHOAL_NATIVE=1 pip says why it cannot build them), or use runner='openvino'"
+"""What to do where the kernels are missing."""
 
 
 def load_core() -> Any:
@@ -21,7 +23,7 @@ def load_core() -> Any:
     except ImportError as error:
         raise BackendError(
             f"the native kernels are not built ({error})",
-            hint="reinstall shoal (with SHOAL_NATIVE=1 pip says why it cannot build them), or use runner='openvino'",
+            hint=INSTALL,
         ) from error
     built, wanted = getattr(core, "binding", "none"), _binding_hash()
     if wanted not in (built, None):

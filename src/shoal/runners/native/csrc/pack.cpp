@@ -54,8 +54,8 @@ void bits(const uint8_t* p, uint8_t* codes) {  // bit i of 32 is code i
         memcpy(codes + 8 * i, &eight, 8);
     }
 }
-void six_bit_scales(const uint8_t* s,
-                    Block& b) {  // of four parts as they are; of four more the upper two bits above those
+// Of four parts as they are; of four more the upper two bits above those.
+void six_bit_scales(const uint8_t* s, Block& b) {
     const uint32_t sc = load<uint32_t>(s), sm = load<uint32_t>(s + 4), low = load<uint32_t>(s + 8);
     constexpr uint32_t k15 = uint32_t(15 * kBytes), k48 = uint32_t(48 * kBytes), k63 = uint32_t(63 * kBytes);
     const uint32_t scales[2] = {sc & k63, (low & k15) | (sc >> 2 & k48)};
