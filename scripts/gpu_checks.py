@@ -43,18 +43,16 @@ def check_products() -> list[str]:
 
     wrong = []
     for form in ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"):
-        for n, size in ((640, 512), (96, 2304), (96, 1024), (64, 2048), (64, 3072)):
+        for n, size in ((640, 512), (96, 2304), (96, 1024), (64, 2048), (64, 3072), (64, 9728)):
             weight = random_weight(form, n, size)
             matrix = stacked([weight], torch.device("cuda"))[0]
             x = torch.randn(600, size, device="cuda").bfloat16()
             exact = x[0].float() @ torch.from_numpy(weight.values()).cuda().bfloat16().float().T
             base = None
-            for rows in (1, 2, 16, 33, 600):
-                out = torch.zeros(4 * max(rows, 32) * n, device="cuda")
-                parts = product(x, matrix, out, k.PARTS, rows)
-                sums = torch.zeros(n, device="cuda")
-                for i in range(parts):
-                    sums = sums + out[i * rows * n : i * rows * n + n]
+            for rows in (1, 2, 16, 17, 33, 600):
+                out = torch.zeros(rows, n, device="cuda")
+                product(x, matrix, out, k.SUMS, rows, split=False)
+                sums = out[0]
                 base = sums if base is None else base
                 error = ((sums - exact).norm() / exact.norm()).item()
                 if not torch.equal(sums, base) or error > 1e-5:

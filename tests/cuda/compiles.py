@@ -17,12 +17,15 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from shoal.runners.cuda import (
     attention,
     delta,
     kernels,
     kernels_attention,
+    kernels_attention_few,
+    kernels_few,
     kernels_mixture,
     kernels_recurrent,
     mixtures,
@@ -77,7 +80,8 @@ class Compiled:
             return
         self.seen.add(key)
         aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = kind(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
         made = triton.compile(source, target=self.target, options=options)
         if made.metadata.shared > SHARED[self.target.arch]:  # a launch would refuse it
             raise RuntimeError(f"{self.kernel.__name__} {constants}: {made.metadata.shared} bytes of shared memory")
@@ -111,7 +115,11 @@ def compile_all(arch: int) -> Counter[str]:
     view = View(kernels, target, counts)
     for launcher in (step, products, mixtures):
         vars(launcher)["k"] = view
+    vars(products)["kf"] = View(kernels_few, target, counts)
+    vars(products)["runs_few"] = lambda device, form: form == 0 or arch == 90
     vars(attention)["ka"] = View(kernels_attention, target, counts)
+    vars(attention)["kaf"] = View(kernels_attention_few, target, counts)
+    vars(attention)["runs_few"] = lambda device, form: True
     vars(delta)["kr"] = View(kernels_recurrent, target, counts)
     vars(mixtures)["km"] = View(kernels_mixture, target, counts)
     for form in FORMS:

@@ -9,8 +9,10 @@ import torch
 import triton
 
 from shoal.runners.cuda import kernels_attention as ka
+from shoal.runners.cuda import kernels_attention_few as kaf
 from shoal.runners.cuda.model import DeviceAttention, DeviceModel
-from shoal.runners.cuda.products import FEW_ROWS
+from shoal.runners.cuda.products import FEW_ROWS, runs_few, shared_of
+from shoal.runners.cuda.weights import BF16
 
 if TYPE_CHECKING:
     from shoal.runners.cuda.step import Shape, StepBuffers
@@ -29,6 +31,9 @@ def launch_attention(
     options: Mapping[str, bool],
 ) -> None:
     """From `columns`, what the products left, to `attended`; new keys and values go to their KV blocks."""
+    if _takes_few(model, a, shape):
+        _attend_few(model, b, a, shape, inputs, tables, options)
+        return
     fresh = shape.rows == shape.lone <= FEW_ROWS and shape.splits == 1  # a kernel less where rows are few
     if not fresh:
         ka.rotate_and_keep[(shape.rows, triton.cdiv(a.heads + 2 * a.kv_heads, _HEADS_EACH))](
@@ -48,6 +53,36 @@ def launch_attention(
             num_stages=1,
             **options,
         )
+
+
+def _takes_few(model: DeviceModel, a: DeviceAttention, shape: Shape) -> bool:
+    """Whether one kernel does it all: few rows, each alone in its sequence, no trunk, KV in bf16."""
+    few = shape.rows == shape.lone <= FEW_ROWS and (not shape.trunks or a.window is not None)
+    few = few and (shape.splits == 1 or shape.lone * a.kv_heads < _WALKERS)
+    few = few and shape.span * a.dim * 4 <= shared_of(model.device)  # keys and values
+    return few and not model.eight and a.heads <= 14 * a.kv_heads and runs_few(model.device, BF16)
+
+
+def _attend_few(
+    model: DeviceModel,
+    b: StepBuffers,
+    a: DeviceAttention,
+    shape: Shape,
+    inputs: Mapping[str, torch.Tensor],
+    tables: torch.Tensor,
+    options: Mapping[str, bool],
+) -> None:
+    """`kernels_attention_few.attend_few`."""
+    group = a.heads // a.kv_heads
+    partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
+    kaf.attend_few[(a.kv_heads, shape.splits, shape.lone)](
+        *(b.columns, *a.kv[:2], tables, inputs["positions"], inputs["slots"], model.zeros, a.sinks, b.attended),
+        *(*partials, b.arrived, a.q_norm, a.k_norm, a.cosines, a.sines, *_limits(a, tables), model.eps),
+        *(shape.splits, shape.span, a.heads, a.kv_heads, a.dim, group, *_kinds(a)),
+        *(triton.next_power_of_2(group), triton.next_power_of_2(group + 2), 2 * a.cosines.shape[1], a.normed),
+        num_warps=4,
+        **options,
+    )
 
 
 def _limits(a: DeviceAttention, tables: torch.Tensor) -> tuple[int, float, float, int]:

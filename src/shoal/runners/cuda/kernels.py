@@ -5,8 +5,9 @@ token each), H hidden size, K inputs and N outputs of a product, V vocabulary, D
 head, T block-table entries of a sequence.
 
 Three rules keep a row's bits equal for every number of rows beside it:
-- A product cuts K into `SEGS` segments of equal length. Each is one chain of tensor-core instructions from front to
-  back, and the segments are added in order, whether one program walks all of them or each has a program of its own.
+- A product cuts K into segments of equal length (`SEGS`), and these into chunks of `CHUNK` inputs. A chunk is one chain
+  of tensor-core instructions from zero; the chunks of a segment are added in order, and so are the segments, whether
+  a program walks them, each segment has a program of its own, or (few rows, `kernels_few.py`) warps share the chunks.
 - Attention cuts a sequence into splits of `SPLIT` tokens at fixed places. `_partial` computes a split, `_merge` adds
   it to those before it; a lone row, a tile of prompt rows and the readers of a shared trunk all go through these two.
 - Whatever sums a row is one program a row, of one shape; a norm's squares are summed as a written-out tree
@@ -29,11 +30,11 @@ Q4_K = tl.constexpr(3)
 Q6_K = tl.constexpr(4)
 
 STORE = tl.constexpr(0)  # what a product does with its sums: bf16 out
-PARTS = tl.constexpr(1)  # float32 sums of each segment, which the next kernel adds in order
+SUMS = tl.constexpr(1)  # the sums themselves, or those of each segment, float32, which the next norm adds in order
 GATED = tl.constexpr(2)  # bf16 activation(gate) * up
 PICK = tl.constexpr(3)  # the largest of the tile, and the logits themselves where asked for
 ADD = tl.constexpr(4)  # the residual grows by them, and the squares of what it is then are left for the next norm
-SQUARES = tl.constexpr(16)  # neighbours of a row whose squares are summed where they come about
+SQUARES = tl.constexpr(8)  # neighbours of a row whose squares are summed where they come about
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def _weights(w, scales, supers, base, FORM: tl.constexpr, R: tl.constexpr, BK: t
     """A tile of weights, bf16 [R, BK]: BK neighbours in K each from element `base` [R] on, a multiple of BK or 32."""
     if FORM == BF16:
         return tl.load(w + base[:, None] + tl.arange(0, BK)[None, :])
-    if FORM == Q4_0 or FORM == Q4_K:  # noqa: SIM109 - Triton has no `in`; of 32 inputs the first 16 are the low halves of 16 bytes
+    if FORM == Q4_0 or FORM == Q4_K:  # of 32 inputs the first 16 are the low halves of 16 bytes
         packed = tl.load(w + (base // 2)[:, None] + tl.arange(0, BK // 2)[None, :]).to(tl.uint8, bitcast=True)
         packed = packed.reshape([R, BK // 32, 16])
         codes = tl.join(packed & 15, packed >> 4).permute(0, 1, 3, 2).reshape([R, BK]).to(tl.float32)
@@ -152,20 +153,33 @@ def _weights(w, scales, supers, base, FORM: tl.constexpr, R: tl.constexpr, BK: t
 @triton.jit
 def sums(
     x, w, scales, supers, row, n, segment,
-    K: tl.constexpr, KS: tl.constexpr, EACH: tl.constexpr, FORM: tl.constexpr,
+    K: tl.constexpr, SEGS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, FORM: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Outputs n [BN] of rows `row` [BM] of x, float32 [BN, BM]: over EACH segments of KS inputs from `segment` on."""
+    """Outputs n [BN] of rows `row` [BM] of x, float32 [BN, BM]: over EACH segments from `segment` on, of SEGS.
+
+    BK is CHUNK or a part of it.
+    """
+    LOADS: tl.constexpr = CHUNK // BK
+    LENGTH: tl.constexpr = K // SEGS // BK  # loads of a segment
     total = tl.zeros([BN, BM], tl.float32)
-    acc = tl.zeros([BN, BM], tl.float32)
-    for i in range(EACH * (KS // BK)):  # one loop over all segments, so that loads run ahead across their ends
-        k = segment * KS + i * BK
+    own = tl.zeros([BN, BM], tl.float32)  # of the segment
+    acc = tl.zeros([BN, BM], tl.float32)  # of the chunk
+    for i in range(EACH * LENGTH):  # one loop over all, so that loads run ahead across the ends of segments
+        k = (segment * LENGTH + i) * BK
+        if LOADS == 1:  # a zero that is seen: of `0 + a product` to be added a compiler makes one chain with all before
+            acc = tl.where(i < 0, total, 0.0)
         b = tl.load(x + row[None, :] * K + (k + tl.arange(0, BK))[:, None])
         acc = tl.dot(_weights(w, scales, supers, n * K + k, FORM, BN, BK), b, acc)
-        # Not in an `if`: there Triton 3.6 reads acc while the instructions that write it are under way.
-        ends = i % (KS // BK) == KS // BK - 1
-        total = total + tl.where(ends, acc, 0.0)
-        acc = tl.where(ends, 0.0, acc)
+        if LOADS == 1:
+            own = own + acc
+        else:  # acc not in an `if` of its own: there Triton 3.6 reads it while the instructions that write it run
+            ends = i % LOADS == LOADS - 1
+            own = own + tl.where(ends, acc, 0.0)
+            acc = tl.where(ends, 0.0, acc)
+        if i % LENGTH == LENGTH - 1:
+            total = total + own
+            own = tl.zeros([BN, BM], tl.float32)
     return total
 
 
@@ -194,22 +208,24 @@ def _store_gated(out, total, tile, m, M, ld, N: tl.constexpr, ACT: tl.constexpr,
 @triton.jit
 def product(
     x, w, scales, supers, bias, shares, out, best, best_at, M, ld, cap, logit_scale,
-    N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, SPLITK: tl.constexpr, FORM: tl.constexpr, EPI: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, SPLITK: tl.constexpr, CHUNK: tl.constexpr,
+    FORM: tl.constexpr, EPI: tl.constexpr,
     BIAS: tl.constexpr, SHARED: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, LOGITS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x bf16 [M, K] times w [N, K]. Programs: (tiles of N, tiles of M, SPLITK).
 
-    STORE: out bf16 [M, ld], whose first N columns are written. PARTS: out float32 [SEGS, M, N], SPLITK = SEGS or 1
-    (then [1, M, N], summed). GATED: w is [2 N, K], gates first; out bf16 [M, N]. PICK: best float32 and best_at int32
-    [M, tiles], NaN where a logit is not finite; with LOGITS also out float32 [M, N]. SHARED multiplies the sums of a
-    row by shares[row], float32 [M].
+    STORE: out bf16 [M, ld], whose first N columns are written. SUMS: out float32 [SPLITK, M, N], where SPLITK is 1 or
+    SEGS, and what is left to add then. GATED: w is [2 N, K], gates first; out bf16 [M, N]. PICK: best float32 and
+    best_at int32 [M, tiles], NaN where a logit is not finite; with LOGITS also out float32 [M, N]. SHARED multiplies
+    the sums of a row by shares[row], float32 [M].
 
     Weights are the left operand, so that BN, 64 or more, fills the instruction's 64 rows and a few rows of x its 16
     columns: one instruction for every M. (A tile of 16 rows of x on the left would take another one, whose sums
     differ.)
     """
     tile, ps = tl.program_id(0), tl.program_id(2)
+    EACH: tl.constexpr = SEGS // SPLITK
     j = tl.arange(0, BN)
     if EPI == GATED:  # half of the tile are gates, the other half what they multiply
         n = tile * (BN // 2) + j % (BN // 2)
@@ -219,11 +235,10 @@ def product(
         n_in = tl.minimum(n, N - 1).to(tl.int64)  # outputs past the end repeat the last
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     row = tl.minimum(m, M - 1)  # rows past the end too: no masks in the loop
-    EACH: tl.constexpr = SEGS // SPLITK
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = sums(x, w, scales, supers, row, n_in, ps * EACH, K, K // SEGS, EACH, FORM, BM, BN, BK)
+    total = sums(x, w, scales, supers, row, n_in, ps * EACH, K, SEGS, EACH, CHUNK, FORM, BM, BN, BK)
     if BIAS:
         total = total + tl.load(bias + n, mask=n < N, other=0.0)[:, None]
     if SHARED:
@@ -235,7 +250,7 @@ def product(
         ok = (m < M)[None, :] & (n < N)[:, None]
         if EPI == STORE:
             tl.store(out + here, total.to(tl.bfloat16), mask=ok)
-        elif EPI == PARTS:
+        elif EPI == SUMS:
             tl.store(out + ps.to(tl.int64) * M * N + here, total, mask=ok)
         else:
             total = total * logit_scale
@@ -251,110 +266,6 @@ def product(
             tiles = tl.num_programs(0)
             tl.store(best + m * tiles + tile, tl.where(bad, float("nan"), most), mask=m < M)
             tl.store(best_at + m * tiles + tile, where, mask=m < M)
-
-
-@triton.jit
-def _segment_rows(
-    x, row, scale, gain, k,
-    K: tl.constexpr, KS: tl.constexpr, S: tl.constexpr, RX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    NORMED: tl.constexpr,
-):  # fmt: skip
-    """Inputs k .. k + BK - 1 of each of S segments of KS, rows `row` [RX] of x over and over: bf16 [S, BK, BM].
-
-    With NORMED x is float32, and becomes what `norm` would have made of it.
-    """
-    i = tl.arange(0, S * BK)
-    at = i // BK * KS + k + i % BK
-    value = tl.load(x + row[None, :] * K + at[:, None])
-    if NORMED:
-        value = (value * scale[None, :] * tl.load(gain + at)[:, None]).to(tl.bfloat16)
-    return value.reshape([S, BK, 1, RX]).broadcast_to([S, BK, BM // RX, RX]).reshape([S, BK, BM])
-
-
-@triton.jit
-def _row_scales(squares, row, eps, K: tl.constexpr, PADDED: tl.constexpr):
-    """1 over the root of the mean square of rows `row` [BM], of squares float32 [rows, K / SQUARES]."""
-    part = tl.arange(0, PADDED)
-    inside = (part < K // SQUARES)[None, :] & (row >= 0)[:, None]
-    held = tl.load(squares + row[:, None] * (K // SQUARES) + part[None, :], mask=inside, other=0.0)
-    return tl.rsqrt(row_sums(held, PADDED) / K + eps)
-
-
-@triton.jit(do_not_specialize=["M"])  # one row as a constant is slower
-def product_few(
-    x, w, bias, gain, squares, out, M, ld, eps, residual_scale,
-    N: tl.constexpr, K: tl.constexpr, EPI: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, NORMED: tl.constexpr,
-    RX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LOADS: tl.constexpr, SP: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """`product` of at most RX rows, weights in bf16, for STORE, PARTS (one), GATED and ADD. One program a tile of N.
-
-    All weights of a program are asked for before it waits for x; its four segments, each LOADS * BK inputs, are summed
-    side by side. NORMED: x is the residual, float32 [M, K], normed here with `gain` float32 [K] and `squares`. ADD: out
-    is the residual, float32 [M, N], which grows by what `norm` would have added; the sums of its new squares go to
-    `squares` float32 [M, N / SQUARES]. SP is K / SQUARES rounded up to a power of two. RX rows are repeated to fill
-    the BM of an instruction.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    tile = tl.program_id(0)
-    S: tl.constexpr = 4
-    KS: tl.constexpr = K // S
-    r = tl.arange(0, S * BN)
-    j = r % BN
-    if EPI == GATED:
-        n = tl.minimum(tile * (BN // 2) + j % (BN // 2), N - 1) + tl.where(j < BN // 2, 0, N)
-    else:
-        n = tl.minimum(tile * BN + j, N - 1)
-    base = (n.to(tl.int64) * K + r // BN * KS)[:, None] + tl.arange(0, BK)[None, :]
-    w0 = tl.load(w + base)
-    if LOADS > 1:
-        w1 = tl.load(w + base + BK)
-    if LOADS > 2:
-        w2 = tl.load(w + base + 2 * BK)
-    if LOADS > 3:
-        w3 = tl.load(w + base + 3 * BK)
-    m = tl.arange(0, BM)
-    row = tl.minimum(tl.arange(0, RX), M - 1)
-    o = tl.minimum(tile * BN + tl.arange(0, BN), N - 1)
-    if PDL:
-        gdc_wait()
-    scale = 0.0
-    if NORMED:
-        scale = _row_scales(squares, row, eps, K, SP)
-    if EPI == ADD:
-        before = tl.load(out + tl.minimum(m, M - 1)[None, :] * ld + o[:, None])
-    acc = tl.dot(w0.reshape([S, BN, BK]), _segment_rows(x, row, scale, gain, 0, K, KS, S, RX, BM, BK, NORMED))
-    if LOADS > 1:
-        acc = tl.dot(w1.reshape([S, BN, BK]), _segment_rows(x, row, scale, gain, BK, K, KS, S, RX, BM, BK, NORMED), acc)
-    if LOADS > 2:
-        acc = tl.dot(
-            w2.reshape([S, BN, BK]), _segment_rows(x, row, scale, gain, 2 * BK, K, KS, S, RX, BM, BK, NORMED), acc
-        )
-    if LOADS > 3:
-        acc = tl.dot(
-            w3.reshape([S, BN, BK]), _segment_rows(x, row, scale, gain, 3 * BK, K, KS, S, RX, BM, BK, NORMED), acc
-        )
-    even, odd = acc.reshape([2, 2, BN, BM]).permute(2, 3, 0, 1).split()
-    s0, s2 = even.split()
-    s1, s3 = odd.split()
-    total = 0.0 + s0 + s1 + s2 + s3
-    if EPI == GATED:
-        _store_gated(out, total, tile, m, M, ld, N, ACT, BM, BN)
-    else:
-        o = tile * BN + tl.arange(0, BN)
-        if BIAS:
-            total = total + tl.load(bias + o, mask=o < N, other=0.0)[:, None]
-        here = m[None, :] * ld + o[:, None]
-        ok = (m < M)[None, :] & (o < N)[:, None]
-        if EPI == ADD:
-            total = before + total * residual_scale
-            square = tl.where((o < N)[:, None], total * total, 0.0).trans().reshape([BM * BN // SQUARES, SQUARES])
-            left = row_sums(square, SQUARES).reshape([BM, BN // SQUARES])
-            part = tile * (BN // SQUARES) + tl.arange(0, BN // SQUARES)
-            real = (m < M)[:, None] & (part < N // SQUARES)[None, :]
-            tl.store(squares + m[:, None] * (N // SQUARES) + part[None, :], left, mask=real)
-        tl.store(out + here, total.to(out.dtype.element_ty), mask=ok)  # STORE: bf16; PARTS, ADD: float32
 
 
 @triton.jit

@@ -20,14 +20,14 @@ CHOSEN = tl.constexpr(2)
 
 @triton.jit
 def route(
-    scores, bias, selection, expert_scales, slots, chosen, weights, shares, part_stride, spare_slot, scale,
-    SEGS: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, WIDTH: tl.constexpr,
+    scores, bias, selection, expert_scales, slots, chosen, weights, shares, spare_slot, scale,
+    E: tl.constexpr, EP: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, WIDTH: tl.constexpr,
     SCORING: tl.constexpr, BIAS: tl.constexpr, SELECTION: tl.constexpr, SCALED: tl.constexpr, NORMALISE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of each row. One program a row; EP and UP are E and U rounded up to powers of two.
 
-    scores float32 [SEGS, R, WIDTH], the router's sums: E of experts, and with WIDTH = E + 1 that of the shared
+    scores float32 [R, WIDTH], the router's sums: E of experts, and with WIDTH = E + 1 that of the shared
     expert's gate, whose sigmoid goes to shares [R]. chosen int32 [R, U], weights float32 [R, U]; rows that only fill up
     a bucket, those of `spare_slot`, choose -1, which is nobody. Of equals the lowest expert is taken.
     """
@@ -37,9 +37,7 @@ def route(
     row = tl.program_id(0)
     at = tl.arange(0, EP)
     inside = at < E
-    raw = tl.zeros([EP], tl.float32)
-    for s in tl.static_range(SEGS):
-        raw = raw + tl.load(scores + s * part_stride + row * WIDTH + at, mask=inside, other=0.0)
+    raw = tl.load(scores + row * WIDTH + at, mask=inside, other=0.0)
     if BIAS:
         raw = raw + tl.load(bias + at, mask=inside, other=0.0)
     raw = tl.where(inside, raw, float("-inf"))
@@ -75,9 +73,7 @@ def route(
     tl.store(chosen + row * U + j, tl.where(real, experts, -1), mask=j < U)
     tl.store(weights + row * U + j, picked, mask=j < U)
     if WIDTH > E:
-        gate = 0.0
-        for s in tl.static_range(SEGS):
-            gate = gate + tl.load(scores + s * part_stride + row * WIDTH + E)
+        gate = tl.load(scores + row * WIDTH + E)
         tl.store(shares + row, 1.0 / (1.0 + tl.exp(-gate)))
 
 
@@ -127,8 +123,9 @@ def deal_tiles(
 @triton.jit
 def expert_product(
     x, w, scales, supers, bias, work, lists, weights, out, R,
-    N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, U: tl.constexpr, FORM: tl.constexpr, EPI: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, SEGS: tl.constexpr, CHUNK: tl.constexpr, U: tl.constexpr, FORM: tl.constexpr,
+    EPI: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Pairs of one expert times its weights. Programs: (tiles of N, items of `work`).
 
@@ -153,7 +150,7 @@ def expert_product(
         pair = tl.load(lists + expert * R + first + tl.minimum(i, count - 1))
         n_in = expert.to(tl.int64) * EACH + place
         row = pair // U if EPI == GATED else pair
-        total = sums(x, w, scales, supers, row, n_in, 0, K, K // SEGS, SEGS, FORM, BM, BN, BK)
+        total = sums(x, w, scales, supers, row, n_in, 0, K, SEGS, SEGS, CHUNK, FORM, BM, BN, BK)
         if BIAS:
             total = total + tl.load(bias + n_in)[:, None]
         if EPI == GATED:

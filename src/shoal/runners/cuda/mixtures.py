@@ -10,7 +10,7 @@ import triton
 from shoal.runners.cuda import kernels as k
 from shoal.runners.cuda import kernels_mixture as km
 from shoal.runners.cuda.feed import DeviceMixture
-from shoal.runners.cuda.products import FEW_ROWS, UNPACKING_STAGES, load_of, product, segments_of
+from shoal.runners.cuda.products import UNPACKING_STAGES, chunk_of, load_of, product, segments_of
 from shoal.runners.cuda.weights import Matrix
 
 _CHUNK = 1024  # pairs that an expert looks at at once
@@ -22,12 +22,11 @@ class MixtureBuffers:
 
     def __init__(self, mixtures: Sequence[DeviceMixture], rows: int, device: torch.device) -> None:
         experts, used = (max(getattr(m, name) for m in mixtures) for name in ("experts", "used"))
-        many = max(rows, 4 * FEW_ROWS) * max(m.router.n for m in mixtures)
 
         def numbers(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        self.scores = torch.zeros(many, device=device)
+        self.scores = torch.zeros(rows * max(m.router.n for m in mixtures), device=device)
         self.weights = torch.zeros(rows * used, device=device)
         self.shares = torch.zeros(rows, device=device)
         self.chosen = numbers(rows * used)
@@ -53,12 +52,12 @@ def launch_mixture(
     """
     normed, inner = x
     dependent = options["PDL"]
-    segments = product(normed, m.router, b.scores, k.PARTS, rows, dependent=dependent)
+    product(normed, m.router, b.scores, k.SUMS, rows, split=False, dependent=dependent)
     none = b.weights
     km.route[(rows,)](
         *(b.scores, *(none if t is None else t for t in (m.router_bias, m.selection, m.expert_scales)), slots),
-        *(b.chosen, b.weights, b.shares, rows * m.router.n, spare, m.scale),
-        *(segments, m.experts, triton.next_power_of_2(m.experts), m.used, triton.next_power_of_2(m.used), m.router.n),
+        *(b.chosen, b.weights, b.shares, spare, m.scale),
+        *(m.experts, triton.next_power_of_2(m.experts), m.used, triton.next_power_of_2(m.used), m.router.n),
         *(m.scoring, m.router_bias is not None, m.selection is not None, m.expert_scales is not None, m.normalise),
         num_warps=1,
         **options,
@@ -70,7 +69,7 @@ def launch_mixture(
     km.deal_tiles[(m.experts + 1,)](b.counts, b.work, m.experts, experts, items, tile, num_warps=1, **options)
     for source, w, bias, target, epilogue in (
         (normed, m.gate_up, m.gate_up_bias, inner, k.GATED),
-        (inner, m.down, m.down_bias, out, k.PARTS),
+        (inner, m.down, m.down_bias, out, k.SUMS),
     ):
         _experts(m, b, source, w, bias, target, epilogue, rows, (tile, items), options)
     if m.shared is not None:
@@ -78,7 +77,7 @@ def launch_mixture(
         place = out.view(-1)[m.used * rows * width :]
         shares = b.shares if m.gated else None
         product(normed, m.shared.gate_up, inner, k.GATED, rows, act=m.shared.activation, dependent=dependent)
-        product(inner, m.shared.down, place, k.PARTS, rows, shares=shares, split=False, dependent=dependent)
+        product(inner, m.shared.down, place, k.SUMS, rows, shares=shares, split=False, dependent=dependent)
     return m.parts
 
 
@@ -99,8 +98,8 @@ def _experts(
     outputs = w.n // m.experts
     km.expert_product[(triton.cdiv(outputs, 64), items)](
         *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, b.work, b.lists, b.weights, out, rows),
-        *(outputs // 2 if epilogue == k.GATED else outputs, w.k, segments_of(w.k), m.used, w.form, epilogue),
-        *(bias is not None, m.activation, tile, 64, load_of(w.k, tile)),
+        *(outputs // 2 if epilogue == k.GATED else outputs, w.k, segments_of(w.k), chunk_of(w.k), m.used, w.form),
+        *(epilogue, bias is not None, m.activation, tile, 64, load_of(w.k, tile)),
         num_warps=4,
         num_stages=4 if w.form == k.BF16 else UNPACKING_STAGES,
         **options,

@@ -1,24 +1,26 @@
-"""How products are launched: their segments, loads and tiles."""
+"""How products are launched: their chunks, loads and tiles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 
 from shoal.runners.cuda import kernels as k
+from shoal.runners.cuda import kernels_few as kf
 from shoal.runners.cuda.weights import Matrix
 
 FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
 HEAD_N = 128  # tokens of the vocabulary that one program takes
-LEAST_ROWS = 16  # of x that an instruction takes: fewer are filled up
-FEW_LOAD = 256  # inputs of one load of `product_few`
+LEAST_ROWS = 16  # of x that an instruction takes: fewer are filled up; up to here `product_few` is taken
 NORMED_ROWS = 8  # up to here a product norms what it reads of the residual, or adds to it: a kernel less
-LEAST_LOADED = 4  # rows of x that `product_few` has an own variant for: with fewer loads it is slower (one: a fifth)
 SQUARES = int(k.SQUARES.value)  # neighbours of a row of the residual whose squares are summed
+_ROUNDS = 6  # chunks that a warp of `product_few` takes: each is written out in its code
 UNPACKING_STAGES = 3  # loads in flight where weights are unpacked: they wait in registers
+_PROGRAMS = 128  # of a product of few rows: the processors of a large GPU, about
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +35,15 @@ class Residual:
     gain: torch.Tensor
     eps: float
     scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """How `product_few` is launched: outputs and rows of a program, and its warps, which take a chunk each."""
+
+    outputs: int
+    rows: int
+    warps: int
 
 
 def product(
@@ -53,36 +64,35 @@ def product(
     split: bool = True,
     dependent: bool = False,
 ) -> int:
-    """Launch a product of `rows` rows; returns in how many sums an output of PARTS is left (see `kernels.product`).
+    """Launch a product of `rows` rows; returns in how many sums an output of SUMS is left (see `kernels.product`).
 
     With `shares`, float32 [rows], the sums of a row are multiplied by its share. Without `split` they are left in one.
     A `Residual` is for products that `few_of` finds a way for.
     """
     gated = epilogue == k.GATED
     n = w.n // 2 if gated else w.n
-    segments = segments_of(w.k)
     few = few_of(w, rows, gated) if epilogue != k.PICK and shares is None else None
     if few is not None:
         _launch_few(few, x, w, out, epilogue, rows, n, bias=bias, ld=ld or n, act=act, dependent=dependent)
         return 1
     assert isinstance(x, torch.Tensor)
-    bm, bn, warps, stages = tile_of(rows, epilogue == k.PICK)
-    stages = stages if w.form == k.BF16 else UNPACKING_STAGES
-    parts = segments if split and epilogue == k.PARTS and rows <= FEW_ROWS else 1
+    bm, bn, warps = tile_of(rows, epilogue == k.PICK)
+    segments = segments_of(w.k)
+    parts = segments if split and epilogue == k.SUMS and rows <= FEW_ROWS else 1
     values, places = best or (out, out)
     k.product[(triton.cdiv(w.n, bn), triton.cdiv(rows, bm), parts)](
         *(x, w.data, w.scales, w.supers, w.data if bias is None else bias, out if shares is None else shares),
         *(out, values, places),
         *(rows, ld or n, cap or 0.0, logit_scale),
-        *(n, w.k, segments, parts, w.form, epilogue, bias is not None, shares is not None),
+        *(n, w.k, segments, parts, chunk_of(w.k), w.form, epilogue, bias is not None, shares is not None),
         *(act, cap is not None, logits),
         *(bm, bn, load_of(w.k, rows), dependent),
         num_warps=warps,
-        num_stages=stages,
+        num_stages=stages_of(w.form, rows, bn),
         launch_pdl=dependent,
         enable_fp_fusion=False,
     )
-    return int(parts)
+    return parts
 
 
 def adds(w: Matrix, rows: int) -> bool:
@@ -100,7 +110,7 @@ def add_product(
 
 
 def _launch_few(
-    few: tuple[int, int],
+    few: Few,
     x: torch.Tensor | Residual,
     w: Matrix,
     out: torch.Tensor | Residual,
@@ -113,17 +123,17 @@ def _launch_few(
     act: int,
     dependent: bool,
 ) -> None:
-    bn, warps = few
     data, norm = w.data, x if isinstance(x, Residual) else out if isinstance(out, Residual) else None
     gain, squares = (data, data) if norm is None else (norm.gain, norm.squares)
     eps, scale = (0.0, 1.0) if norm is None else (norm.eps, norm.scale)
-    k.product_few[(triton.cdiv(w.n, bn),)](
-        *(x.x if isinstance(x, Residual) else x, data, data if bias is None else bias, gain, squares),
-        *(out.x if isinstance(out, Residual) else out, rows, ld, eps, scale),
-        *(n, w.k, epilogue, bias is not None, act, isinstance(x, Residual)),
-        *(max(triton.next_power_of_2(rows), LEAST_LOADED), LEAST_ROWS, bn, FEW_LOAD, w.k // 4 // FEW_LOAD),
-        *(triton.next_power_of_2(w.k // SQUARES), dependent),
-        num_warps=warps,
+    kf.product_few[(triton.cdiv(n, few.outputs), triton.cdiv(rows, few.rows))](
+        *(x.x if isinstance(x, Residual) else x, data, w.scales, w.supers, data if bias is None else bias),
+        *(gain, squares, out.x if isinstance(out, Residual) else out, ld, eps, scale),
+        *(rows, n, w.k, w.form, epilogue, bias is not None, act, isinstance(x, Residual)),
+        *(segments_of(w.k), chunk_of(w.k), few.rows, few.outputs, triton.next_power_of_2(w.k // SQUARES)),
+        *(few.warps, dependent),
+        num_warps=few.warps,
+        maxnreg=128,  # so that the next kernel's programs find place beside these
         launch_pdl=dependent,
         enable_fp_fusion=False,
     )
@@ -131,42 +141,72 @@ def _launch_few(
 
 def segments_of(inputs: int) -> int:
     """Segments that a product of so many inputs is cut into: of its shape only."""
-    return next(s for s in (4, 2, 1) if inputs % (s * 64) == 0 or s == 1)
+    return next(size for size in (4, 2, 1) if inputs % (size * chunk_of(inputs)) == 0)
 
 
-def few_of(w: Matrix, rows: int, gated: bool) -> tuple[int, int] | None:
-    """Outputs of a program of `product_few`, and its warps; None where `product` is as fast or must be.
+def chunk_of(inputs: int) -> int:
+    """Inputs of one chain of instructions: of a product's shape only."""
+    return next(size for size in (128, 64, 32) if inputs % size == 0 or size == 32)
 
-    A program asks for all its weights at once: so many must fit its registers. Only bf16 weights: what was unpacked
-    reaches the small instruction with its inputs in another order than the large one (seen on an H200: the last bit).
+
+def few_of(w: Matrix, rows: int, gated: bool) -> Few | None:
+    """How `product_few` takes a weight; None where `product` must: many rows, more weights than shared memory holds."""
+    if rows > LEAST_ROWS or w.k % 32 or not runs_few(w.data.device, w.form):
+        return None
+    chunk = chunk_of(w.k)
+    chunks, outputs = w.k // chunk, w.n // 2 if gated else w.n
+    least = min(triton.next_power_of_2(rows), LEAST_ROWS)
+    limit = shared_of(w.data.device)
+    for warps in (8, 16):
+        warps = min(warps, triton.next_power_of_2(chunks))
+        rounds = -(-chunks // warps)
+        if rounds > _ROUNDS:
+            continue
+        for each in (32, 16, 8) if rows > 1 else (16, 8):  # every program reads all of x: fewer where x is more
+            held = (each * (2 if gated else 1) + least) * rounds * warps * chunk * 2  # weights, and rows of x
+            if (held <= limit // 2 and outputs >= each * _PROGRAMS) or (each == 8 and held <= limit):
+                return Few(each, least, warps)
+    return None
+
+
+@cache
+def shared_of(device: torch.device) -> int:
+    """Bytes of shared memory that a program's operands may take; the rest is for what is exchanged."""
+    if device.type != "cuda":
+        return 200 << 10
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["max_shared_mem"]) - (27 << 10)
+
+
+@cache
+def runs_few(device: torch.device, form: int) -> bool:
+    """Whether the kernels of few rows run there, with the bits of `product`.
+
+    What is unpacked reaches older GPUs' instructions with its inputs in another order.
     """
-    segment = w.k // segments_of(w.k)
-    if w.form != k.BF16 or rows > LEAST_ROWS or segments_of(w.k) != 4:
-        return None
-    loads = 4 if rows <= 2 else 3 if rows <= NORMED_ROWS and not gated else 2
-    if segment % FEW_LOAD or segment > loads * FEW_LOAD:
-        return None
-    if segment == FEW_LOAD:
-        return 32, 4
-    return (32 if gated else 16), 8
+    if device.type != "cuda":  # Triton's interpreter knows no Gluon
+        return False
+    return form == k.BF16 or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def load_of(inputs: int, rows: int) -> int:
-    """Inputs of one load. A segment is two or more of them: a compiler would make one chain of segments of a single
-    product.
-    """
-    length = inputs // segments_of(inputs)
-    most = 128 if rows <= 64 else 64
-    return next(size for size in (128, 64, 32) if size <= most and length % size == 0 and (length > size or size == 32))
+    """Inputs of one load: a chunk, or half of it where a program has many rows."""
+    chunk = chunk_of(inputs)
+    return chunk // 2 if chunk == 128 and rows > 64 else chunk
 
 
-def tile_of(rows: int, head: bool) -> tuple[int, int, int, int]:
-    """Rows and outputs of one program, its warps, and loads in flight. They choose who sums what, never in which
-    order.
-    """
+def stages_of(form: int, rows: int, outputs: int = 64) -> int:
+    """Loads in flight."""
+    if form != k.BF16 or (outputs == HEAD_N and rows <= 64):
+        return UNPACKING_STAGES
+    return 6 if rows <= 32 else 4
+
+
+def tile_of(rows: int, head: bool) -> tuple[int, int, int]:
+    """Rows and outputs of one program, and its warps. They choose who sums what, never in which order."""
     if rows <= 64:
         few = max(LEAST_ROWS, triton.next_power_of_2(rows))
-        return (few, HEAD_N, 8, 3) if head else (few, 64, 4, 6 if few <= 32 else 4)
+        return (few, HEAD_N, 8) if head else (few, 64, 4)
     if head:
-        return 64, HEAD_N, 4, 4
-    return (64 if rows <= 512 else 128), 64, 4, 4
+        return 64, HEAD_N, 4
+    return 64 if rows <= 512 else 128, 64, 4

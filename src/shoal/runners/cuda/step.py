@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shoal.runners.cuda import kernels as k
 from shoal.runners.cuda.attention import launch_attention
 from shoal.runners.cuda.delta import DeltaBuffers, DeviceDelta, launch_delta, launch_gates
+from shoal.runners.cuda.device import prefer_shared
 from shoal.runners.cuda.feed import DeviceDense, DeviceMixture
 from shoal.runners.cuda.mixtures import MixtureBuffers, launch_mixture
 from shoal.runners.cuda.model import DecoderLayer, DeviceAttention, DeviceModel
@@ -137,6 +138,7 @@ class StepBuffers:
         self.best = empty(wanted, self.tiles, dtype=torch.float32)
         self.best_at = empty(wanted, self.tiles, dtype=torch.int32)
         self.chosen = empty(wanted, dtype=torch.int32)
+        self.arrived = empty(FEW_ROWS * max(a.kv_heads for a in model.attentions), dtype=torch.int32)
         self.partials: tuple[torch.Tensor, ...] = ()
         self._heads, self._dim, self._device = heads, min(a.dim for a in model.attentions), model.device
 
@@ -189,7 +191,10 @@ class Step:
     def _capture(self, shape: Shape) -> torch.cuda.CUDAGraph:
         inputs = self._inputs[shape]
         kept = inputs.device.clone()
+        loaded = triton.knobs.runtime.kernel_load_end_hook
+        loaded.add(_share)
         self._launch(shape)  # compiles what is new; the same inputs written twice give the same KV
+        loaded.remove(_share)
         inputs.device.copy_(kept)
         torch.cuda.synchronize(self.model.device)
         graph = torch.cuda.CUDAGraph()
@@ -243,7 +248,7 @@ class Step:
             to = Residual(b.x, b.squares, m.norm, m.eps, m.residual_scale)
             add_product(x, w, to, shape.rows, bias, self._options(shape)["PDL"])
             return 0
-        return self._product(shape, x, w, b.parts, k.PARTS)
+        return self._product(shape, x, w, b.parts, k.SUMS)
 
     def _options(self, shape: Shape) -> dict[str, bool]:
         """How kernels are launched: with few rows each starts while the one before ends; more would take its place."""
@@ -327,6 +332,11 @@ class Step:
     ) -> int:
         """`product` over all rows of the step."""
         return product(x, w, out, epilogue, shape.rows, dependent=self._options(shape)["PDL"], **how)
+
+
+def _share(_module: object, function: int, *_: object) -> None:
+    """What Triton calls when it has loaded a kernel."""
+    prefer_shared(function)
 
 
 def _reads_residual(layer: DecoderLayer, rows: int, *, first: bool) -> bool:
