@@ -423,9 +423,12 @@ def readme(results: Results, others: Sequence[Results] = ()) -> str:
 
 
 def _beside(others: Sequence[Results]) -> dict[str, str]:
-    """What other results say, by subject; shapes of models that people run come first."""
+    """What other results say, by subject; shapes of models that people run come first, and speeds by streams."""
     said: dict[str, str] = {}
-    for other in sorted(others, key=lambda other: not other.document["model"].get("random_weights")):
+    shapes_first = sorted(
+        others, key=lambda o: (not o.document["model"].get("random_weights"), not o.levels("scaling"))
+    )
+    for other in shapes_first:
         said[subject(other)] = f"{said.get(subject(other), '')} {said_pairs(other)}".strip()
     return said
 
@@ -457,7 +460,9 @@ def said_pairs(results: Results) -> str:
         for burst in bursts:
             if wall := burst["pairs"].get(key, {}).get("wall_s"):
                 count, interval = burst["level"].split()[0], f"{wall['low']:.2f} to {wall['high']:.2f}"
-                said.append(f"the burst of {count} in {wall['ratio']:.2f} of the time ({interval}, {wall['pairs']:.0f} pairs)")
+                said.append(
+                    f"the burst of {count} in {wall['ratio']:.2f} of the time ({interval}, {wall['pairs']:.0f} pairs)"
+                )
         if said:
             parts.append(f"{results.label(key)}: {', '.join(said)}")
     return f"shoal against {'; against '.join(parts)}." if parts else ""
