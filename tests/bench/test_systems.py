@@ -15,7 +15,7 @@ from shoal.bench.systems import agents, ours
 from shoal.bench.systems.agents import Agents
 from shoal.bench.systems.base import Measured, Setup
 from shoal.bench.systems.http import LlamaServer
-from shoal.bench.systems.ours import Shoal
+from shoal.bench.systems.ours import Shoal, _where
 from shoal.bench.timeline import metrics
 from shoal.bench.workloads import TEXT, Job, Workload, make_jobs
 from shoal.engine.loading import OpenedModel
@@ -158,3 +158,10 @@ def test_a_server_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch: p
     with pytest.raises(BenchmarkError, match="did not start"):
         system.prepare(Setup(2, 64, 0, 0))
     system.close()
+
+
+def test_threads_are_set_only_where_the_runner_reads_them() -> None:
+    """`shoal bench --runner mlx` was refused for a setting that nobody had asked for."""
+    for runner, sets in {"native": True, "auto": True, "mlx": False, "cuda": False}.items():
+        found = _where(Measured("toy", Path("none"), 3, Path(), options={"runner": runner}), 3)
+        assert found == ({"runner": runner, "threads": 3} if sets else {"runner": runner})

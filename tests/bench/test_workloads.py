@@ -39,7 +39,7 @@ def test_no_round_begins_like_another(workload: Workload) -> None:
 
 
 def test_scenarios_are_chosen_by_name() -> None:
-    assert select("all") == [w for w in ALL if w.scenario not in ("cold", "sustained")]
+    assert select("all") == [w for w in ALL if w.scenario not in ("cold", "sustained", "uneven")]
     assert {workload.scenario for workload in select("both")} == {"scaling", "burst"}
     assert [workload.level for workload in select("scaling")] == ["1", "2", "4", "8", "16", "32", "prefill"]
     assert all(a.length < b.length for a, b in zip(select("all", quick=True), select("all"), strict=True))

@@ -65,6 +65,7 @@ def _sections(results: Results) -> list[str]:
         *_precisions(results),
         *_section(results, "burst", "Burst", tables.burst(results), ("burst",)),
         *_section(results, "fanout", "Fan-out", tables.fanout(results), ("fanout",)),
+        *_section(results, "uneven", "Prompts of different lengths", tables.plain(results, "uneven")),
         *_section(results, "staggered", "Staggered arrivals", tables.plain(results, "staggered")),
         *_section(results, "mixed", "A long prompt joins", tables.plain(results, "mixed")),
         *_section(results, "agents", "A graph of agents", tables.agents(results)),
@@ -196,6 +197,7 @@ prompts of 512 tokens.""",
     "burst": "16 requests of 1,000 to 1,075 prompt tokens that share nothing, 128 tokens out, all at once.",
     "fanout": """Eight branches of a shared trunk that the engine has not seen, 20 tokens of their own, 32 out.
 llama.cpp's server computes each slot's prompt by itself; *copied by hand* is what a caller that knows it can do.""",
+    "uneven": "Prompts of 64 to 95 tokens that arrive at once, 96 tokens out.",
     "staggered": "16 requests of 200 to 400 prompt tokens, 64 out, that arrive at random, 4 a second.",
     "mixed": """Eight streams of 200 tokens decode; after 0.3 s a prompt of 4,000 tokens joins. The worst gap is the
 longest that any of the eight waits for a token.""",

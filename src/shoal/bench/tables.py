@@ -418,8 +418,19 @@ def readme(results: Results, others: Sequence[Results] = ()) -> str:
         said = "~: others used the machine meanwhile; systems ran in turns, so that ratios hold. " + said
     if results.document["quick"]:
         said = "A quick run, whose figures say nothing. " + said
-    also = "\n".join(f"- {subject(other)}: {said_pairs(other)}" for other in others)
+    also = "\n".join(f"- {about}: {said}" for about, said in _beside(others).items())
     return "\n\n".join(part for part in (also, table(head, rows), said_pairs(results), said) if part)
+
+
+def _beside(others: Sequence[Results]) -> dict[str, str]:
+    """What other results say, by subject; shapes of models that people run come first, and speeds by streams."""
+    said: dict[str, str] = {}
+    shapes_first = sorted(
+        others, key=lambda o: (not o.document["model"].get("random_weights"), not o.levels("scaling"))
+    )
+    for other in shapes_first:
+        said[subject(other)] = f"{said.get(subject(other), '')} {said_pairs(other)}".strip()
+    return said
 
 
 def subject(results: Results) -> str:
@@ -430,12 +441,12 @@ def subject(results: Results) -> str:
 
 
 def said_pairs(results: Results) -> str:
-    """What the pairs of runs say of each peer, in a sentence: decoding by streams, prefill, the burst."""
+    """What the pairs of runs say of each peer, in a sentence: decoding by streams, prefill, bursts."""
     levels = [level for level in results.levels("scaling") if "pairs" in level]
     streams = [level for level in levels if level["level"].isdigit()]
-    rush = results.level("burst", "16")
+    bursts = [level for level in results.levels("burst") if "pairs" in level]
     parts = []
-    for key in dict.fromkeys(key for level in (*levels, *([rush] if rush else [])) for key in level.get("pairs", {})):
+    for key in dict.fromkeys(key for level in (*levels, *bursts) for key in level["pairs"]):
         if key.startswith("shoal"):
             continue
         said = []
@@ -446,10 +457,12 @@ def said_pairs(results: Results) -> str:
         prefill = next((level["pairs"].get(key) for level in levels if level["level"] == "prefill"), None)
         if prefill and "prefill_tokens_per_s" in prefill:
             said.append(f"prefill {prefill['prefill_tokens_per_s']['ratio']:.1f} times")
-        if rush and "wall_s" in rush.get("pairs", {}).get(key, {}):
-            wall = rush["pairs"][key]["wall_s"]
-            interval = f"{wall['low']:.2f} to {wall['high']:.2f}, {wall['pairs']:.0f} pairs"
-            said.append(f"the burst of 16 in {wall['ratio']:.2f} of the time ({interval})")
+        for burst in bursts:
+            if wall := burst["pairs"].get(key, {}).get("wall_s"):
+                count, interval = burst["level"].split()[0], f"{wall['low']:.2f} to {wall['high']:.2f}"
+                said.append(
+                    f"the burst of {count} in {wall['ratio']:.2f} of the time ({interval}, {wall['pairs']:.0f} pairs)"
+                )
         if said:
             parts.append(f"{results.label(key)}: {', '.join(said)}")
     return f"shoal against {'; against '.join(parts)}." if parts else ""

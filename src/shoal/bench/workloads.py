@@ -110,6 +110,7 @@ SCENARIOS: dict[str, list[Workload]] = {
         Workload("burst", "16", 16, (1000, 1075), 128, 16, budget_s=60.0),
         Workload("burst", "16 as JSON", 16, (1000, 1075), 128, 16, schema=True, peers=False, budget_s=25.0),
     ],
+    "uneven": [Workload("uneven", str(n), n, (64, 95), 96, n, budget_s=10.0) for n in (2, 8, 32)],
     "staggered": [Workload("staggered", "16", 16, (200, 400), 64, 16, rate=4.0, peers=False)],
     "fanout": _fanout(),
     "mixed": [Workload("mixed", "8+1", 8, (40, 40), 200, 9, joining=4000, budget_s=10.0)],
@@ -165,7 +166,7 @@ class Sizes:
         return replace(made, level=told if made.batch == n else f"{told}, {made.batch} at a time")
 
 
-_APART = ("cold", "sustained")  # minutes for each system: asked for by name
+_APART = ("cold", "sustained", "uneven")  # asked for by name: minutes for each system, or of interest for one backend
 _SIZED = ("burst", "staggered")
 
 

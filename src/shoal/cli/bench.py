@@ -25,8 +25,8 @@ def bench(
     scenario: Annotated[
         str,
         typer.Option(
-            help="scaling, burst, staggered, fanout, mixed, agents, overhead, company, serve, cold, sustained; all; "
-            "speculation."
+            help="scaling, burst, uneven, staggered, fanout, mixed, agents, overhead, company, serve, cold, sustained; "
+            "all; speculation."
         ),
     ] = "both",
     runs: Annotated[

@@ -25,6 +25,7 @@ from shoal.errors import BenchmarkError
 from shoal.models import Store
 from shoal.runners.base import Runner
 from shoal.runners.plan import ScheduledSequence, StepPlan, Want, windows_in_turn
+from shoal.runners.registry import RUNNERS, backend
 from shoal.types import Event, Request, Result, SamplingParams, StepRecord
 
 
@@ -67,8 +68,7 @@ class Shoal:
             "max_batch": setup.streams,
             "kv_memory": max(5 * setup.kv_bytes // 4, 512 << 20),
             "prefix_sharing": setup.variant != "unshared",
-            "threads": 1 if setup.variant == "one" else self._source.threads,
-            "runner": self._source.options.get("runner", "auto"),
+            **_where(self._source, 1 if setup.variant == "one" else self._source.threads),
         }
         if settings == self._settings:
             return
@@ -126,7 +126,7 @@ class Shoal:
     def logits(self, tokens: Sequence[int]) -> Logits:
         """Token by token, the first half as prompt, the second as output: both kinds of kernels, where they differ."""
         store = Store()
-        config = EngineConfig.of(threads=self._source.threads, runner=self._source.options.get("runner", "auto"))
+        config = EngineConfig.of(**_where(self._source, self._source.threads))
         runner = make_runner(store.resolve(self._source.model), config, store)
         table = tuple(range(len(tokens) // runner.spec.block_size + 1))
         rows = np.empty((len(tokens), runner.spec.vocab_size), np.float32)
@@ -149,6 +149,14 @@ class Shoal:
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
+
+
+def _where(source: Measured, threads: int) -> dict[str, Any]:
+    """The runner that is measured, and how many threads it has, unless it was asked for and has no such setting."""
+    runner = source.options.get("runner", "auto")
+    if runner in RUNNERS and "threads" not in backend(runner).HONOURS:
+        return {"runner": runner}
+    return {"runner": runner, "threads": threads}
 
 
 def sampling(job: Job) -> SamplingParams:

@@ -170,8 +170,7 @@ def _tried(model: nn.Module, name: str, architecture: str) -> mx.array:
 
     def logits_of(chunks: Sequence[Sequence[int]]) -> mx.array:
         rows = Rows(make_prompt_cache(model), [0], [0])
-        for i in range(1, len(chunks)):
-            rows.join(Rows(make_prompt_cache(model), [i], [0]))
+        rows.join([Rows(make_prompt_cache(model), [i], [0]) for i in range(1, len(chunks))])
         rows.feed(model, [chunk[:-1] for chunk in chunks])
         return model(mx.array([chunk[-1:] for chunk in chunks]), cache=rows.caches)[:, -1, :].astype(mx.float32)
 

@@ -73,38 +73,27 @@ class Rows:
 
     # -- joining and leaving ------------------------------------------------------------------------------------
 
-    def join(self, other: Rows) -> None:
-        """Take in the rows of `other`, which is used up."""
-        if not self.ids:
-            self.caches, self.padded = other.caches, other.padded
-        elif not self._join_plain(other):
-            self.pad()
-            other.pad()
-            for mine, theirs in zip(self.caches, other.caches, strict=True):
-                mine.extend(theirs)
-        self.ids = [*self.ids, *other.ids]
-        self.lengths = [*self.lengths, *other.lengths]
-        self._align()
+    def join(self, others: Sequence[Rows]) -> None:
+        """Take in the rows of `others`, which are used up; padded ones go first, else the order stays.
 
-    def _join_plain(self, other: Rows) -> bool:
-        """Concatenate plain caches of one length; False, with nothing changed, when they are not alike."""
-        if self.padded or other.padded or self.lengths[0] != other.lengths[0]:
-            return False
-        pairs = list(zip(leaves(self.caches), leaves(other.caches), strict=True))
-        joined = [_concatenated(a, b) for a, b in pairs]
-        if any(leaf is None for leaf in joined):
-            return False
-        replacement = iter(joined)
-        self.caches = [_mapped(cache, lambda _: next(replacement)) for cache in self.caches]
-        return True
+        Every array is copied once, however many join: one after the other, the first would be copied for each.
+        """
+        parts = sorted((part for part in (self, *others) if part.ids), key=lambda part: not part.padded)
+        if not parts:
+            return
+        caches = parts[0].caches if len(parts) == 1 else _concatenated_all(parts)
+        if caches is not None:
+            self.caches, self.padded = caches, parts[0].padded
+        else:
+            self.caches, self.padded = _padded_all(parts), True
+        self.ids = [seq_id for part in parts for seq_id in part.ids]
+        self.lengths = [length for part in parts for length in part.lengths]
+        self._align()
 
     def pad(self) -> None:
         """Go over to batch caches, whose rows may have different lengths."""
-        if self.padded:
-            return
-        rows = [self.alone(i).caches for i in range(len(self))]
-        self.caches = [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
-        self.padded = True
+        if not self.padded:
+            self.caches, self.padded = _merged([self]), True
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
@@ -188,6 +177,19 @@ class Rows:
         self.lengths = [length + count for length, count in zip(self.lengths, fed, strict=True)]
         self._align()
 
+    def step(self, model: Callable[..., mx.array], fed: mx.array) -> mx.array:
+        """Logits [B, V] after one more token of each row, `fed` [B]. Nothing is evaluated, and `lengths` stay.
+
+        All layers then share one array of positions. Each would add 1 to its own, and small kernels are what a step of
+        padded rows waits for; an addition whose result nobody reads is never run.
+        """
+        logits = model(fed[:, None], cache=self.caches)[:, -1, :]
+        if self.padded:
+            same = [leaf for leaf in leaves(self.caches) if type(leaf) is BatchKVCache]
+            for leaf in same[1:]:
+                leaf.offset = same[0].offset
+        return logits
+
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
@@ -243,23 +245,54 @@ def _selected(leaf: Any, rows: mx.array) -> Any:
     return _with_rows(leaf, lambda array: array[rows])
 
 
-def _concatenated(a: Any, b: Any) -> Any | None:
-    """Two plain leaves as one along the batch axis; None when their insides differ in more than the number of rows."""
-    if isinstance(a, ArraysCache):
-        if any((x is None) != (y is None) for x, y in zip(a.cache, b.cache, strict=True)):
-            return None
-        made = ArraysCache(len(a.cache))
-        made.cache = [None if x is None else mx.concatenate([x, y]) for x, y in zip(a.cache, b.cache, strict=True)]
-        return made
-    (keys, values, *rest), (other_keys, other_values, *other_rest) = a.state, b.state
-    if keys is None or other_keys is None or rest != other_rest:
+def _concatenated_all(parts: Sequence[Rows]) -> list[Any] | None:
+    """Plain caches of one length as one; None when they are not alike."""
+    if any(part.padded or part.lengths[0] != parts[0].lengths[0] for part in parts):
         return None
-    if keys.shape[2] != other_keys.shape[2]:
-        if type(a) is not KVCache:
+    joined = [_concatenated(together) for together in zip(*(leaves(part.caches) for part in parts), strict=True)]
+    if any(leaf is None for leaf in joined):
+        return None
+    replacement = iter(joined)
+    return [_mapped(cache, lambda _: next(replacement)) for cache in parts[0].caches]
+
+
+def _padded_all(parts: Sequence[Rows]) -> list[Any]:
+    """Batch caches of all rows; of `parts` the padded ones come first."""
+    held = [part.caches for part in parts if part.padded]
+    plain = [part for part in parts if not part.padded]
+    first, *rest = [*held, _merged(plain)] if plain else held
+    for caches in rest:
+        for mine, theirs in zip(first, caches, strict=True):
+            mine.extend(theirs)
+    return first
+
+
+def _merged(parts: Sequence[Rows]) -> list[Any]:
+    """Batch caches of the rows of plain ones."""
+    rows = [part.alone(i).caches for part in parts for i in range(len(part))]
+    return [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
+
+
+def _concatenated(parts: Sequence[Any]) -> Any | None:
+    """Plain leaves as one along the batch axis; None when their insides differ in more than the number of rows."""
+    if isinstance(parts[0], ArraysCache):
+        made = ArraysCache(len(parts[0].cache))
+        for i, held in enumerate(zip(*(leaf.cache for leaf in parts), strict=True)):
+            if any((part is None) != (held[0] is None) for part in held):
+                return None
+            made.cache[i] = None if held[0] is None else mx.concatenate(held)
+        return made
+    (keys, _, *rest), *others = [leaf.state for leaf in parts]
+    if any((other[0] is None) != (keys is None) or other[2:] != tuple(rest) for other in others):
+        return None
+    if keys is None:
+        return parts[0]  # nothing in it yet: it takes any number of rows
+    pairs = [leaf.state[:2] for leaf in parts]
+    if any(pair[0].shape[2] != keys.shape[2] for pair in pairs):
+        if type(parts[0]) is not KVCache:
             return None
-        (keys, values), (other_keys, other_values) = a.keys_and_values(), b.keys_and_values()
-    joined = mx.concatenate([keys, other_keys]), mx.concatenate([values, other_values])
-    return type(a).from_state((*joined, *rest))
+        pairs = [leaf.keys_and_values() for leaf in parts]
+    return type(parts[0]).from_state((*(mx.concatenate(arrays) for arrays in zip(*pairs, strict=True)), *rest))
 
 
 def _plain(leaf: Any, length: int) -> Any:

@@ -290,14 +290,13 @@ class MLXRunner:
                 joining.append((rows, item.tokens[:-1]))
         for group in alike(joining):
             rows = group[0][0]
-            for other, _ in group[1:]:
-                rows.join(other)
+            rows.join([other for other, _ in group[1:]])
             for seq_id in rows.ids:
                 self._live[seq_id].alone = rows
             if group[0][1]:
                 rows.feed(self._model, [tokens for _, tokens in group])
                 self._store_old(rows.ids)
-            self._batch.join(rows)
+            self._batch.join([rows])
             for seq_id in rows.ids:
                 self._live[seq_id].alone = None
 
@@ -342,7 +341,7 @@ class MLXRunner:
         """Start a step of the batch, one token a row; gives the best tokens to feed, the same with -1 where the logits
         are not finite, and the logits [B, V]. None of it has been waited for.
         """
-        logits = self._model(fed[:, None], cache=self._batch.caches)[:, -1, :]
+        logits = self._batch.step(self._model, fed)
         best = mx.argmax(logits, axis=-1)
         chosen = mx.where(mx.isfinite(mx.max(logits, axis=-1)), best.astype(mx.int32), -1)
         mx.async_eval(chosen)
