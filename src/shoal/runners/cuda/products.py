@@ -11,7 +11,7 @@ import triton
 
 from shoal.runners.cuda import kernels as k
 from shoal.runners.cuda import kernels_few as kf
-from shoal.runners.cuda.weights import Matrix
+from shoal.runners.cuda.weights import BF16, Matrix
 
 FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
 HEAD_N = 128  # tokens of the vocabulary that one program takes
@@ -186,7 +186,7 @@ def runs_few(device: torch.device, form: int) -> bool:
     """
     if device.type != "cuda":  # Triton's interpreter knows no Gluon
         return False
-    return form == k.BF16 or torch.cuda.get_device_capability(device)[0] == 9
+    return form == BF16 or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def load_of(inputs: int, rows: int) -> int:
