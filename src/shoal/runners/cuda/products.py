@@ -88,7 +88,7 @@ def product(
         *(act, cap is not None, logits),
         *(bm, bn, load_of(w.k, rows), dependent),
         num_warps=warps,
-        num_stages=stages_of(w.form, rows, bn),
+        num_stages=min(stages_of(w.form, rows, bn), max(w.k // load_of(w.k, rows), 2)),
         launch_pdl=dependent,
         enable_fp_fusion=False,
     )
@@ -190,9 +190,12 @@ def runs_few(device: torch.device, form: int) -> bool:
 
 
 def load_of(inputs: int, rows: int) -> int:
-    """Inputs of one load: a chunk, or half of it where a program has many rows."""
+    """Inputs of one load: a chunk, or half of it where a program has many rows.
+
+    Not where K is short: Triton's interpreter adds up a load at once, and small models are tested bit for bit there.
+    """
     chunk = chunk_of(inputs)
-    return chunk // 2 if chunk == 128 and rows > 64 else chunk
+    return chunk // 2 if chunk == 128 and rows > 64 and inputs > 256 else chunk
 
 
 def stages_of(form: int, rows: int, outputs: int = 64) -> int:
