@@ -23,8 +23,7 @@ def markdown(results: Results, path: str, others: Sequence[Results] = ()) -> str
         "# Benchmarks",
         _introduction(results, path),
         *_sections(results),
-        "## Cold and warm",
-        tables.cold(results),
+        *([] if results.levels("cold") else ["## Cold and warm", tables.cold(results)]),
         "## The same outputs",
         tables.equality(results),
         "## How it was measured",
@@ -45,7 +44,8 @@ def _other(results: Results) -> list[str]:
     """Another result's tables, a level deeper, without plots."""
     told = results.document
     return [
-        f"## Also measured: {tables.subject(results)}",
+        f"## Also measured: {', '.join(dict.fromkeys(level['scenario'] for level in told['levels']))}. "
+        f"{tables.subject(results)}",
         f"```sh\n{told['command']}\n```",
         _machine(told["machine"]),
         tables.said_pairs(results),
@@ -72,6 +72,7 @@ def _sections(results: Results) -> list[str]:
         *_section(results, "overhead", "Overhead", tables.overhead(results)),
         *_section(results, "company", "Beside a busy process", tables.company(results)),
         *_section(results, "serve", "Over HTTP", tables.serve(results)),
+        *_section(results, "cold", "Cold and warm", tables.cold(results)),
         *_section(results, "sustained", "A load that lasts", tables.sustained(results), ("sustained",)),
     ]
 
@@ -197,6 +198,7 @@ prompts of 512 tokens.""",
     "burst": "16 requests of 1,000 to 1,075 prompt tokens that share nothing, 128 tokens out, all at once.",
     "fanout": """Eight branches of a shared trunk that the engine has not seen, 20 tokens of their own, 32 out.
 llama.cpp's server computes each slot's prompt by itself; *copied by hand* is what a caller that knows it can do.""",
+    "cold": "One request, eight prompts at once, eight agents on one beginning; the files are in the page cache.",
     "uneven": "Prompts of 64 to 95 tokens that arrive at once, 96 tokens out.",
     "staggered": "16 requests of 200 to 400 prompt tokens, 64 out, that arrive at random, 4 a second.",
     "mixed": """Eight streams of 200 tokens decode; after 0.3 s a prompt of 4,000 tokens joins. The worst gap is the
