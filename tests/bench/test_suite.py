@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 from typer.testing import CliRunner
 
@@ -77,6 +80,25 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
             worker.ask("describe")
     finally:
         worker.close()
+
+
+def test_a_worker_that_is_killed_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker has started would run for ever: nobody else knows of it."""
+    waits = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    (tmp_path / "worker.py").write_text(f"{waits}; print('{{}}', flush=True); input(); input()", "utf-8")
+    real = subprocess.Popen
+    made: list[subprocess.Popen[str]] = []
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        made.append(real([sys.executable, str(tmp_path / "worker.py")], **options))
+        return made[0]
+
+    monkeypatch.setattr("shoal.bench.worker.subprocess.Popen", start)
+    worker = Worker("shoal", Measured("any", tmp_path / "none.gguf", 1, tmp_path))
+    (server,) = psutil.Process(made[0].pid).children()
+    worker.kill()
+    server.wait(10)
+    worker.close()
 
 
 def test_a_shape_is_measured_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from shoal.bench.machine import Energy, Memory
 from shoal.bench.systems import system_class
@@ -81,9 +82,15 @@ class Worker:
         return RunTimes.from_json(self.ask("run", jobs=[asdict(job) for job in jobs]))
 
     def kill(self) -> None:
-        """End the process now."""
+        """End the process now, and the server that it may have started: nobody else would."""
+        started: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
         self._process.wait()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def close(self) -> None:
         """Let it end; kill it when it does not."""

@@ -12,7 +12,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypedDict
 
 from shoal.bench.systems.agents import CALLS, PAGES, SECTIONS, per_minute
 from shoal.bench.systems.base import Setup
@@ -21,6 +21,9 @@ from shoal.bench.timeline import RunTimes, TokenTimes
 from shoal.bench.workloads import Job
 from shoal.errors import BenchmarkError
 from shoal.models import Store, load_tokenizer
+
+if TYPE_CHECKING:
+    import httpx
 
 
 class _State(TypedDict):
@@ -56,18 +59,27 @@ class _Framework(AnyServer):
         graphs = len(jobs) // CALLS
         traces: list[TokenTimes] = []
         begin = time.perf_counter()
-        asyncio.run(self._all(rules, jobs[0].max_tokens, graphs, traces, begin))
+        asyncio.run(self._in_loop(rules, jobs[0].max_tokens, graphs, traces, begin))
         wall_s = time.perf_counter() - begin
         if len(traces) != graphs * CALLS:
             raise BenchmarkError("the graphs made another number of calls", value=len(traces), limit=graphs * CALLS)
         return RunTimes(traces, wall_s, per_minute(graphs, wall_s))
 
-    async def _all(self, rules: str, count: int, graphs: int, traces: list[TokenTimes], begin: float) -> None:
+    async def _in_loop(self, rules: str, count: int, graphs: int, traces: list[TokenTimes], begin: float) -> None:
+        import httpx
+
+        # The framework's own client stays for the process, bound to the event loop of the first run.
+        async with httpx.AsyncClient(timeout=600) as client:
+            await self._all(client, rules, count, graphs, traces, begin)
+
+    async def _all(
+        self, client: httpx.AsyncClient, rules: str, count: int, graphs: int, traces: list[TokenTimes], begin: float
+    ) -> None:
         from langchain_openai import ChatOpenAI
 
         make: Any = ChatOpenAI  # whose types want a secret where a server here has none
         same: dict[str, Any] = {"base_url": self._url, "api_key": "none", "model": self._model, "temperature": 0}
-        same |= {"max_retries": 0, "timeout": 600, "extra_body": {"ignore_eos": True}}
+        same |= {"max_retries": 0, "http_async_client": client, "extra_body": {"ignore_eos": True}}
 
         def model(tokens: int) -> Any:
             return make(max_tokens=tokens, **same)
