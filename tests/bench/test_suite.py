@@ -97,7 +97,7 @@ def test_a_worker_that_is_killed_leaves_no_server(tmp_path: Path, monkeypatch: p
     worker = Worker("shoal", Measured("any", tmp_path / "none.gguf", 1, tmp_path))
     (server,) = psutil.Process(made[0].pid).children()
     worker.kill()
-    server.wait(10)
+    assert psutil.wait_procs([server], 10) == ([server], [])
     worker.close()
 
 

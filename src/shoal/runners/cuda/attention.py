@@ -57,8 +57,7 @@ def launch_attention(
 
 def _takes_few(model: DeviceModel, a: DeviceAttention, shape: Shape) -> bool:
     """Whether one kernel does it all: few rows, each alone in its sequence, no trunk, KV in bf16."""
-    few = shape.rows == shape.lone <= FEW_ROWS and (not shape.trunks or a.window is not None)
-    few = few and (shape.splits == 1 or shape.lone * a.kv_heads < _WALKERS)
+    few = shape.rows == shape.lone <= FEW_ROWS and not _trunks(a, shape) and not _walks(a, shape)
     few = few and shape.span * a.dim * 4 <= shared_of(model.device)  # keys and values
     return few and not model.eight and a.heads <= 14 * a.kv_heads and runs_few(model.device, BF16)
 
@@ -74,15 +73,28 @@ def _attend_few(
 ) -> None:
     """`kernels_attention_few.attend_few`."""
     group = a.heads // a.kv_heads
-    partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
     kaf.attend_few[(a.kv_heads, shape.splits, shape.lone)](
-        *(b.columns, *a.kv[:2], tables, inputs["positions"], inputs["slots"], model.zeros, a.sinks, b.attended),
-        *(*partials, b.arrived, a.q_norm, a.k_norm, a.cosines, a.sines, *_limits(a, tables), model.eps),
+        *(b.columns, *a.kv[:2], tables, inputs["positions"], inputs["slots"], a.sinks, b.attended),
+        *(*_partials(b, shape), b.arrived, a.q_norm, a.k_norm, a.cosines, a.sines, *_limits(a, tables), model.eps),
         *(shape.splits, shape.span, a.heads, a.kv_heads, a.dim, group, *_kinds(a)),
         *(triton.next_power_of_2(group), triton.next_power_of_2(group + 2), 2 * a.cosines.shape[1], a.normed),
         num_warps=4,
         **options,
     )
+
+
+def _trunks(a: DeviceAttention, shape: Shape) -> int:
+    return shape.trunks if a.window is None else 0  # a window reads little: each row its own
+
+
+def _walks(a: DeviceAttention, shape: Shape) -> bool:
+    """Whether one program reads all splits of a row and KV head."""
+    return shape.splits > 1 and not _trunks(a, shape) and shape.lone * a.kv_heads >= _WALKERS
+
+
+def _partials(b: StepBuffers, shape: Shape) -> tuple[torch.Tensor, ...]:
+    """Where splits leave their shares; anything where there is one."""
+    return b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
 
 
 def _limits(a: DeviceAttention, tables: torch.Tensor) -> tuple[int, float, float, int]:
@@ -114,8 +126,7 @@ def _attend_lone(
     """
     limits, sizes, kinds = _limits(a, tables), _sizes(model, a), _kinds(a)
     reads = (*a.kv, tables, inputs["positions"])
-    partials = b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
-    trunks = shape.trunks if a.window is None else 0  # a window reads little: each row its own
+    partials, trunks, walk = _partials(b, shape), _trunks(a, shape), _walks(a, shape)
     if trunks:
         ka.attend_trunks[(trunks, a.kv_heads)](
             *(b.q, *reads, inputs["readers"], inputs["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
@@ -123,7 +134,6 @@ def _attend_lone(
             **options,
         )
     skipped = inputs["trunk_splits"] if trunks else model.zeros
-    walk = shape.splits > 1 and not trunks and shape.lone * a.kv_heads >= _WALKERS
     ka.attend_rows[(1 if walk else shape.splits, a.kv_heads, shape.lone)](
         *(b.columns if fresh else b.q, *reads, inputs["slots"], skipped, a.sinks, b.attended, *partials),
         *(a.q_norm, a.k_norm, a.cosines, a.sines, *limits, model.eps, shape.splits, shape.span, *sizes, *kinds),

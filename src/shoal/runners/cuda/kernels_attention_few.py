@@ -68,7 +68,7 @@ def _turned_heads(
 
 @gluon.jit
 def attend_few(
-    qkv, keys, values, tables, positions, slots, trunk_splits, sinks, out, p_most, p_total, p_mixed, arrived,
+    qkv, keys, values, tables, positions, slots, sinks, out, p_most, p_total, p_mixed, arrived,
     q_norm, k_norm, cosines, sines, T, scale, cap, window, eps, SPLITS: gl.constexpr, SPAN: gl.constexpr,
     HEADS: gl.constexpr, KV: gl.constexpr, D: gl.constexpr, G: gl.constexpr, CAPPED: gl.constexpr,
     WINDOW: gl.constexpr, SINKS: gl.constexpr, GP: gl.constexpr, EP: gl.constexpr, ROT: gl.constexpr,
@@ -78,20 +78,18 @@ def attend_few(
 
     qkv bf16 [R, (HEADS + 2 KV) * D] as the products left it; out bf16 [R, HEADS, D]. With several splits each leaves
     its share in p_* (see `attend_rows`), and the last of a row and KV head to arrive, counted in `arrived` int32
-    [R, KV] of zeros, adds them all in order. Splits below trunk_splits[row] are there already. GP is G, EP is G + 2
-    rounded up to a power of two.
+    [R, KV] of zeros, adds them all in order. GP is G, EP is G + 2 rounded up to a power of two.
     """
     if PDL:
         gdc_launch_dependents()
     kv_head, split, row = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     position = gl.load(positions + row)  # a step's inputs are there before its first product starts
-    shared = gl.load(trunk_splits + row)
     first = 0
     if WINDOW:
         first = gl.maximum(position - window + 1, 0) // SPLIT
     begin = split * SPLIT
     last = position // SPLIT
-    if (split <= last) & (split >= first) & (split >= shared):
+    if (split <= last) & (split >= first):
         table = tables + gl.load(slots + row).to(gl.int64) * T
         k_held = _copy_blocks(keys, table, begin, position, kv_head, KV, D, SPAN)
         async_copy.commit_group()
@@ -169,7 +167,7 @@ def attend_few(
             gl.store(p_mixed + (place + split)[:, None] * D + d, mixed, mask=(g < G)[:, None] & (d >= 0))
             gl.thread_barrier()
             before = gl.atomic_add(arrived + row * KV + kv_head, 1, sem="acq_rel", scope="gpu")
-            if before == last - gl.maximum(first, shared):
+            if before == last - first:
                 for s in range(first, last + 1):
                     most = gl.load(p_most + place + s, cache_modifier=".cg")
                     total = gl.load(p_total + place + s, cache_modifier=".cg")

@@ -193,8 +193,10 @@ class Step:
         kept = inputs.device.clone()
         loaded = triton.knobs.runtime.kernel_load_end_hook
         loaded.add(_share)
-        self._launch(shape)  # compiles what is new; the same inputs written twice give the same KV
-        loaded.remove(_share)
+        try:
+            self._launch(shape)  # compiles what is new; the same inputs written twice give the same KV
+        finally:  # also where memory is out: the engine goes on
+            loaded.remove(_share)
         inputs.device.copy_(kept)
         torch.cuda.synchronize(self.model.device)
         graph = torch.cuda.CUDAGraph()
