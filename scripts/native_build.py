@@ -83,7 +83,7 @@ def build(out: Path = ROOT, *, extra: list[str] | None = None, optimise: str = "
     jobs = kernel_jobs(machine, optimise)
     jobs += [
         (f"{n}.o", [*baseline, str(ROOT / "csrc" / f"{n}.cpp")])
-        for n in ("attend", "cpu", "feed", "layers", "model", "pack", "packed_file", "pool", "recur", "step")
+        for n in ("attend", "cpu", "feed", "layers", "lift", "model", "pack", "packed_file", "pool", "recur", "step")
     ]
     loose = ["-fno-strict-aliasing", "-DNDEBUG"]
     binding = ROOT / "csrc" / "binding.cpp"

@@ -10,7 +10,7 @@
 #include "attention.h"
 #include "tiles.h"
 
-#if defined(__AMX_INT8__) && !defined(SHOAL_PLAIN)
+#if defined(__AMX_BF16__) && !defined(SHOAL_PLAIN)
 namespace shoal {
 namespace {
 

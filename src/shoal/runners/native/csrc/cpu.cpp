@@ -45,7 +45,7 @@ struct Cpu {
     }  // f, dq, bw, vl; vnni
     bool bf16() const { return all(more_a, {5}); }
     bool avx_vnni() const { return all(more_a, {4}); }
-    bool amx() const { return (state >> 17 & 3) == 3 && all(seven_d, {22, 24, 25}); }  // bf16, tiles, int8
+    bool amx() const { return (state >> 17 & 3) == 3 && all(seven_d, {22, 23, 24, 25}); }  // bf16, half, tiles, int8
 };
 
 // Linux gives a process its matrix registers when it asks.

@@ -109,8 +109,8 @@ void Step::group_pairs(const Layer& l, Batch& b, const Acts& in) {
             const int to = at[size_t(chosen[size_t(p)])]++;
             place[size_t(p)] = to, pair_row[size_t(to)] = row;
         }
-    pairs.shape_runs(sizes, pair_count, c.embd, k.max_rows, in.tiles[0].x != nullptr);
-    pair_inner.shape_runs(sizes, pair_count, l.ff, k.max_rows, is_dense(l.expert.down));
+    pairs.shape_runs(sizes, pair_count, c.embd, k, in.tiles[0].x != nullptr);
+    pair_inner.shape_runs(sizes, pair_count, l.ff, k, is_dense(l.expert.down));
 }
 
 // What a tile of pairs takes of the rows of `in`.
@@ -121,8 +121,11 @@ void Step::gather(const Acts& in, int unit) {
         const int row = pair_row[size_t(to.first + i)];
         const Tile& from = in.of(row);
         const int r = row - from.first;
-        for (int j = 0; j < c.embd / 4; j++) memcpy(to.quad(j, i), from.quad(j, r), 4);
-        for (int g = 0; g < groups; g++) {
+        for (int g = 0; to.pairs && g < groups; g++) memcpy(to.group(g, i), from.group(g, r), kGroup * 2);
+        for (int n = 0; to.pairs && n < (c.embd + kChunk - 1) / kChunk; n++)
+            memcpy(to.sums_of(n, i), from.sums_of(n, r), 64);
+        for (int j = 0; to.a && j < c.embd / 4; j++) memcpy(to.quad(j, i), from.quad(j, r), 4);
+        for (int g = 0; to.a && g < groups; g++) {
             to.s[g * to.rows + i] = from.s[g * from.rows + r], to.t[g * to.rows + i] = from.t[g * from.rows + r];
             for (int half = 2 * g; half < 2 * g + 2; half++)
                 to.nsum[half * to.rows + i] = from.nsum[half * from.rows + r];

@@ -14,22 +14,26 @@
 
 namespace shoal {
 
-#if defined(__AMX_INT8__) && !defined(SHOAL_PLAIN)
-constexpr int kMostRows = 2 * kSub;
-constexpr auto kProduct = product_of_many;
+#if defined(__AMX_BF16__) && !defined(SHOAL_PLAIN)
+constexpr int kMostRows = kTileRows;
+constexpr Inputs kInputs = Inputs::kBf16;
+constexpr auto kProduct = tile_product;
+constexpr auto kQuantise = to_pairs;
 constexpr auto kAttend = attend_tiles<false>, kAttendEight = attend_tiles<true>;
 #else
 constexpr int kMostRows = kMaxRows;
-constexpr auto kProduct = product;
+constexpr Inputs kInputs = Inputs::kEightBits;
+constexpr auto kProduct = product<>;
+constexpr auto kQuantise = quantise<>;
 constexpr auto kAttend = attend<false>, kAttendEight = attend<true>;
-static_assert(kMaxRows <= kVectorRows);
 #endif
 
 const Kernels* SHOAL_NAME(SHOAL_ISA)() {
     static constexpr Kernels table = {SHOAL_STRING(SHOAL_ISA),
                                       kMostRows,
+                                      kInputs,
                                       kProduct,
-                                      quantise,
+                                      kQuantise,
                                       rms_norm,
                                       layer_norm,
                                       activate,

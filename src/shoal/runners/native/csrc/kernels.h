@@ -30,7 +30,7 @@ static inline float from_half(uint16_t h) {
 
 constexpr int kStrip = 32;      // outputs that lie side by side in a packed weight: two halves of 16 lanes
 constexpr int kGroup = 32;      // inputs that share the scale of an activation
-constexpr int kVectorRows = 8;  // the most rows of a tile for kernels without matrix registers
+constexpr int kChunk = 256;     // inputs whose sums lie together, where activations are bf16
 constexpr int kBlock = 32;      // token slots of a KV block
 constexpr int kSpan = 64;       // tokens that one softmax update takes: two blocks, always split at multiples of 64
 constexpr int kSection =
@@ -111,26 +111,60 @@ struct Matrix {
     int offset_log2 = -1, unit_log2 = 0;
     uint8_t table[16] = {};
     size_t strip_bytes = 0;
+    // [strips * 32], for kernels with activations in bf16: what d and m of an output are multiplied by, and what its sum is. See lift.cpp.
+    const float *lift = nullptr, *lower = nullptr;
 };
 
-// Activations of up to max_rows rows, quantised to 8 bits in groups of 32: x = s * a.
+// Activations of up to max_rows rows, in what the kernels of this instruction set multiply: 8 bits in groups of 32, x = s * a,
 //
-//   a       [k/4][rows][4]    so that the four inputs of all rows of a tile lie side by side; where there are more rows than
-//                             vectors take, for matrix registers, [k/32][rows][32]
+//   a       [k/4][rows][4]    so that the four inputs of all rows of a tile lie side by side
 //   s, t    [k/32][rows]      scale, and scale * sum of the group's a
 //   nsum    [k/16][rows]      minus the sum of each half group; exact integers
+//
+// or bf16, times 2^96,
+//
+//   pairs   [k/32][rows][32]  of each 8 inputs 0 2, 4 6, 1 3, 5 7: so they come out of the bytes of packed codes
+//   sums    [k/256][rows][16][2]  of each 16 inputs the sum, and what the first number is short of it
+//
+// and in both
+//
 //   x       [k][rows]         the values themselves, only where some weight of the model is not quantised
 struct Tile {
     int rows = 0, first = 0;  // first: row of the batch
     int8_t* a = nullptr;
     float *s = nullptr, *t = nullptr, *x = nullptr;
     int32_t* nsum = nullptr;
-    bool by_row() const { return rows > kVectorRows; }
-    int8_t* quad(int j, int row) const {
-        return by_row() ? a + (size_t(j / 8) * size_t(rows) + size_t(row)) * kGroup + j % 8 * 4
-                        : a + (size_t(j) * size_t(rows) + size_t(row)) * 4;
-    }
+    uint16_t *pairs = nullptr, *sums = nullptr;
+    int8_t* quad(int j, int row) const { return a + (size_t(j) * size_t(rows) + size_t(row)) * 4; }
+    uint16_t* group(int g, int row) const { return pairs + (size_t(g) * size_t(rows) + size_t(row)) * kGroup; }
+    uint16_t* sums_of(int chunk, int row) const { return sums + (size_t(chunk) * size_t(rows) + size_t(row)) * 32; }
 };
+enum class Inputs : int { kEightBits, kBf16 };
+// Bytes of such a tile, a multiple of 64, and the tile in memory that begins at a multiple of 64.
+static inline size_t tile_bytes(Inputs inputs, int rows, int k, bool dense) {
+    const size_t n = size_t(rows), each = size_t(k), groups = each / kGroup;
+    const size_t of = inputs == Inputs::kBf16 ? each * 2 + (each + kChunk - 1) / kChunk * 64 : each + groups * 16;
+    return (n * (of + (dense ? each * 4 : 0)) + 63) / 64 * 64;
+}
+static inline Tile place_tile(Inputs inputs, int rows, int k, bool dense, uint8_t* at) {
+    Tile t;
+    t.rows = rows;
+    const size_t n = size_t(rows), each = size_t(k), groups = each / kGroup;
+    const auto take = [&at](size_t bytes) {
+        at += bytes;
+        return static_cast<void*>(at - bytes);
+    };
+    if (inputs == Inputs::kBf16) {
+        t.pairs = static_cast<uint16_t*>(take(n * each * 2));
+        t.sums = static_cast<uint16_t*>(take(n * ((each + kChunk - 1) / kChunk) * 64));
+    } else {
+        t.a = static_cast<int8_t*>(take(n * each));
+        t.s = static_cast<float*>(take(n * groups * 4)), t.t = static_cast<float*>(take(n * groups * 4));
+        t.nsum = static_cast<int32_t*>(take(n * groups * 8));
+    }
+    if (dense) t.x = static_cast<float*>(take(n * each * 4));
+    return t;
+}
 
 // One query row under attention, for one KV head. `state` is [group] maxima padded to 16, [group][16] sums, [group][v_dim].
 struct Row {
@@ -189,9 +223,11 @@ struct Recurrence {
 
 struct Kernels {
     const char* name;
-    int max_rows;
+    int max_rows;  // of a tile
+    Inputs inputs;
     // out[r * ld + i] = (or += when `accumulate`) row r of the tile times output 32 * strip + i, for 32 * strips outputs.
     void (*product)(const Matrix&, int strip, int strips, const Tile&, float* out, int ld, bool accumulate);
+    // x[0..k) becomes inputs first_input .. of a row of the tile.
     void (*quantise)(const float* x, int k, const Tile&, int row, int first_input);
     void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);  // out may be x
     void (*layer_norm)(const float* x, const float* weight, const float* bias, int n, float eps,

@@ -17,7 +17,7 @@ int padded(int n) { return (n + kStrip - 1) / kStrip * kStrip; }
 
 class Loader {
   public:
-    Loader(const Pages& pages, const std::vector<Entry>& entries) : pages_(pages) {
+    Loader(const Pages& pages, const std::vector<Entry>& entries, Lifts* lifts) : pages_(pages), lifts_(lifts) {
         for (const auto& e : entries) entries_.emplace(e.name, e);
     }
     bool has(const std::string& name) const { return entries_.count(name) > 0; }
@@ -39,6 +39,7 @@ class Loader {
         Matrix w = form_of(e);
         w.data = range(e, w.strip_bytes * size_t(w.strips));
         w.bias = vector(bias, w.strips * kStrip, true);
+        if (lifts_ && !is_dense(w.codes)) lift(w, *lifts_);
         return w;
     }
     Norm norm(const std::string& at, const std::string& name, const std::map<std::string, NormFacts>& facts,
@@ -64,6 +65,7 @@ class Loader {
         return pages_.data() + e.offset;
     }
     const Pages& pages_;
+    Lifts* lifts_;
     std::map<std::string, Entry> entries_;
 };
 
@@ -215,8 +217,8 @@ Sizes lay_out(const Config& c, std::vector<Layer>& layers) {
 }
 
 void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers,
-                 Ends& ends) {
-    const Loader load(file, entries);
+                 Ends& ends, Lifts* lifts) {
+    const Loader load(file, entries, lifts);
     for (size_t i = 0; i < layers.size(); i++) {
         Layer& l = layers[i];
         const std::string at = "layers." + std::to_string(i) + ".", mixer = at + "mixer.", feed = at + "feed_forward.";

@@ -53,7 +53,7 @@ Model::Model(Config config, const Packed& packed) : config_(std::move(config)) {
         throw FormatError("a size of the runner is out of range");
     kernels_ = choose_kernels(c.isa);
     weights_ = read_packed(packed, c.threads, c.map);
-    load_layers(c, weights_, packed.entries, layers_, ends_);
+    load_layers(c, weights_, packed.entries, layers_, ends_, kernels_->inputs == Inputs::kBf16 ? &lifts_ : nullptr);
     kv_pages_ = Pages(sizes_.block * size_t(c.blocks));
     window_pages_ = Pages(sizes_.window_block * size_t(c.windows));
     written_.resize(size_t(c.blocks)), claimed_.resize(size_t(c.blocks));

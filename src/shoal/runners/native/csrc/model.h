@@ -225,6 +225,7 @@ struct Sizes {
 };
 
 struct Step;  // buffers of one pass, in step.cpp
+using Lifts = std::vector<std::vector<float>>;
 
 class Model {
   public:
@@ -279,6 +280,7 @@ class Model {
     Config config_;
     const Kernels* kernels_;
     Pages weights_, kv_pages_, window_pages_;
+    Lifts lifts_;  // of kernels with activations in bf16
     std::vector<Layer> layers_;
     Ends ends_;
     Sizes sizes_;
@@ -292,11 +294,15 @@ class Model {
     std::shared_ptr<Step> step_;  // shared: its type is only known in step.cpp
 };
 
+// Sets w.lift and w.lower, of memory that `lifts` then holds. In lift.cpp.
+void lift(Matrix& w, Lifts& lifts);
+
 // Sets the layers' places in blocks, window blocks and states. FormatError for sizes that do not fit the kernels: nothing was read
 // or taken before.
 Sizes lay_out(const Config& c, std::vector<Layer>& layers);
 void load_layers(const Config& c, const Pages& file, const std::vector<Entry>& entries, std::vector<Layer>& layers,
-                 Ends& ends);
+                 Ends& ends, Lifts* lifts);
+
 std::vector<const Kernels*> supported_kernels();        // best first
 const Kernels* choose_kernels(const std::string& isa);  // the first whose name is or begins with `isa`
 

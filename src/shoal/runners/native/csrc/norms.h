@@ -104,6 +104,7 @@ void soft_cap(float* x, int n, float scale, float cap) {
 
 // Quantise x[0..k) into inputs first .. first + k - 1 of one row of a tile. A group that is not finite gets a scale that
 // is not finite either, so that everything computed from it is NaN.
+template <int = 0>
 void quantise(const float* x, int k, const Tile& tile, int row, int first) {
     const I magnitude = iset(0x7fffffff);
     for (int i = 0; i < k; i += kGroup) {
@@ -116,10 +117,7 @@ void quantise(const float* x, int k, const Tile& tile, int row, int first) {
         store_bytes(q + 16, second_half);
         const int sums[2] = {hisum(first_half), hisum(second_half)};
         const int g = (first + i) / kGroup;
-        if (tile.by_row())
-            memcpy(tile.quad(8 * g, row), q, kGroup);
-        else
-            for (int j = 0; j < 8; j++) memcpy(tile.quad(8 * g + j, row), q + 4 * j, 4);
+        for (int j = 0; j < 8; j++) memcpy(tile.quad(8 * g + j, row), q + 4 * j, 4);
         tile.s[g * tile.rows + row] = s;
         tile.t[g * tile.rows + row] = s * (float(sums[0]) + float(sums[1]));
         tile.nsum[(2 * g) * tile.rows + row] = int32_t(0u - uint32_t(sums[0]));

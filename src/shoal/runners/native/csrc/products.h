@@ -241,20 +241,34 @@ inline StripFn choose(const Matrix& w, int rows) {
     }
 }
 
-void product(const Matrix& w, int from, int count, const Tile& x, float* out, int ld, bool accumulate) {
-    const bool dense = is_dense(w.codes);
-    const StripFn fn = !dense                     ? choose(w, x.rows)
-                       : w.codes == Codes::kFloat ? dense_strip<Codes::kFloat>
-                       : w.codes == Codes::kHalf  ? dense_strip<Codes::kHalf>
-                                                  : dense_strip<Codes::kBf16>;
-    const int step = dense ? 1 : kBoth;
+// FN(strip's weights, half, where its outputs go, what they begin with) for `step` halves at a time.
+template <class Fn>
+inline void each_strip(const Matrix& w, int from, int count, float* out, int step, Fn fn) {
     for (int s = 0; s < count; s++) {
-        const uint8_t* data = w.data + size_t(from + s) * w.strip_bytes;
         const float* bias = w.bias ? w.bias + (from + s) * kStrip : nullptr;
         const F first[2] = {bias ? load(bias) : set(0.f), bias ? load(bias + 16) : set(0.f)};
         for (int half = 0; half < 2; half += step)
-            fn(w, data, half, x, out + s * kStrip + half * 16, ld, accumulate, first + half);
+            fn(w.data + size_t(from + s) * w.strip_bytes, half, out + s * kStrip + half * 16, first + half);
     }
+}
+
+inline void dense_product(const Matrix& w, int from, int count, const Tile& x, float* out, int ld, bool accumulate) {
+    const auto fn = w.codes == Codes::kFloat  ? dense_strip<Codes::kFloat>
+                    : w.codes == Codes::kHalf ? dense_strip<Codes::kHalf>
+                                              : dense_strip<Codes::kBf16>;
+    each_strip(w, from, count, out, 1, [&](const uint8_t* data, int half, float* to, const F* first) {
+        fn(w, data, half, x, to, ld, accumulate, first);
+    });
+}
+
+// Not for kernels with matrix registers, which have all of their sums from those (tiles.h).
+template <int = 0>
+void product(const Matrix& w, int from, int count, const Tile& x, float* out, int ld, bool accumulate) {
+    if (is_dense(w.codes)) return dense_product(w, from, count, x, out, ld, accumulate);
+    const StripFn fn = choose(w, x.rows);
+    each_strip(w, from, count, out, kBoth, [&](const uint8_t* data, int half, float* to, const F* first) {
+        fn(w, data, half, x, to, ld, accumulate, first);
+    });
 }
 
 }

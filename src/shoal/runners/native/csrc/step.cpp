@@ -46,27 +46,20 @@ struct DenseInputs {
 
 }  // namespace
 
-void Acts::shape(int rows, int k, int max_rows, bool dense) { shape_runs({rows}, rows, k, max_rows, dense); }
+void Acts::shape(int rows, int k, const Kernels& kernels, bool dense) { shape_runs({rows}, rows, k, kernels, dense); }
 
-void Acts::shape_runs(const std::vector<int>& runs, int rows, int k, int max_rows, bool dense) {
+void Acts::shape_runs(const std::vector<int>& runs, int rows, int k, const Kernels& kernels, bool dense) {
     tiles.clear(), tile_of.clear();
-    const size_t row = size_t(k) + size_t(k / kGroup) * 16 + (dense ? size_t(k) * 4 : 0);
-    grow(memory_, (row + 64) * size_t(rows));
+    grow(memory_, tile_bytes(kernels.inputs, 1, k, dense) * size_t(rows));  // rounded up for each row, so for each tile
     uint8_t* at = memory_.data();
     for (int run : runs) {
-        const int count = tiles_of(run, max_rows);
+        const int count = tiles_of(run, kernels.max_rows);
         for (int i = 0; i < count; i++) {
             const int n = run / count + (i < run % count);
-            Tile t;
-            t.rows = n, t.first = int(tile_of.size());
-            t.a = reinterpret_cast<int8_t*>(at), at += size_t(n) * size_t(k);
-            t.s = reinterpret_cast<float*>(at), at += size_t(n) * size_t(k / kGroup) * 4;
-            t.t = reinterpret_cast<float*>(at), at += size_t(n) * size_t(k / kGroup) * 4;
-            t.nsum = reinterpret_cast<int32_t*>(at), at += size_t(n) * size_t(k / kGroup) * 8;
-            if (dense) t.x = reinterpret_cast<float*>(at), at += size_t(n) * size_t(k) * 4;
-            at = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t(63));
-            tile_of.insert(tile_of.end(), size_t(n), int(tiles.size()));
-            tiles.push_back(t);
+            tiles.push_back(place_tile(kernels.inputs, n, k, dense, at));
+            tiles.back().first = int(tile_of.size());
+            at += tile_bytes(kernels.inputs, n, k, dense);
+            tile_of.insert(tile_of.end(), size_t(n), int(tiles.size()) - 1);
         }
     }
 }
@@ -109,12 +102,12 @@ void Step::form(Batch& batch, int rows) {
     grow(batch.memory, bytes);
     batch.x = reinterpret_cast<float*>(batch.memory.data());
     if (delta) grow(batch.delta_memory, bytes), batch.delta = reinterpret_cast<float*>(batch.delta_memory.data());
-    batch.normed.shape(rows, c.embd, k.max_rows, dense.normed);
-    batch.attended.shape(rows, attended, k.max_rows, dense.attended);
-    batch.inner.shape(rows, inner, k.max_rows, dense.inner);
+    batch.normed.shape(rows, c.embd, k, dense.normed);
+    batch.attended.shape(rows, attended, k, dense.attended);
+    batch.inner.shape(rows, inner, k, dense.inner);
     if (own)
-        batch.experts_in.shape(rows, c.embd, k.max_rows, dense.normed),
-            batch.shared_in.shape(rows, c.embd, k.max_rows, dense.normed);
+        batch.experts_in.shape(rows, c.embd, k, dense.normed),
+            batch.shared_in.shape(rows, c.embd, k, dense.normed);
     cut_attention(batch);
 }
 
@@ -272,12 +265,12 @@ void Step::settle_rows(Batch& batch, const Tile& tile, int first, int end, const
     }
 }
 
-// A unit is a tile, whose rows share cache lines. Where there are fewer tiles than threads, tiles for matrix registers are
-// cut: there a row's neighbours in K lie together, and only its scales share lines with other rows'.
+// A unit is a tile, whose rows share cache lines. Tiles of bf16 are cut where there are fewer of them than threads: there each row has
+// lines of its own.
 void Step::settle(Phase phase, Batch& batch, Pending pending, Norm norm, const Layer* mixture) {
     const auto cut = [this, &batch](const Tile& tile) {  // rows of a unit
         const int parts = std::max(m.threads() / int(batch.normed.tiles.size()), 1);
-        return tile.by_row() ? std::max((tile.rows + parts - 1) / parts, kLeastSettled) : tile.rows;
+        return tile.pairs ? std::max((tile.rows + parts - 1) / parts, kLeastSettled) : tile.rows;
     };
     const auto parts = [cut](const Tile& tile) { return (tile.rows + cut(tile) - 1) / cut(tile); };
     add(

@@ -18,18 +18,19 @@ inline bool is_dense(const Matrix& w) { return w.data && int(w.codes) >= 16; }
 enum Phase { kEmbed, kNorm, kQkv, kAttention, kMix, kRecur, kOut, kRoute, kGateUp, kDown, kHead, kPhases };
 constexpr int kRowsAtOnce = 8;  // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
 constexpr int kHeadWidth = 64;
+constexpr int kFewRows = 8;
 constexpr int kMostStrips = 8;        // of one unit: see strips_of
 constexpr int kChannelsAtOnce = 256;  // of a convolution, for one unit
 constexpr int kTokensAtOnce =
     32;  // of a recurrence: their keys and queries stay in cache beside 32 columns of the state
 
-// Quantised rows of one width, cut into tiles of at most max_rows, as even as can be. `dense`: the values themselves too.
+// Rows of one width as the kernels take them, cut into tiles of at most max_rows, as even as can be. `dense`: the values themselves too.
 class Acts {
   public:
     static int tiles_of(int rows, int max_rows) { return (rows + max_rows - 1) / max_rows; }
-    void shape(int rows, int k, int max_rows, bool dense);
+    void shape(int rows, int k, const Kernels& kernels, bool dense);
     // Several runs of rows, none of whose tiles go over a run's end; the memory of `rows` rows stays.
-    void shape_runs(const std::vector<int>& runs, int rows, int k, int max_rows, bool dense);
+    void shape_runs(const std::vector<int>& runs, int rows, int k, const Kernels& kernels, bool dense);
     const Tile& of(int row) const { return tiles[size_t(tile_of[size_t(row)])]; }
     std::vector<Tile> tiles;
     std::vector<int> tile_of;
@@ -149,7 +150,7 @@ struct Step : Work {
     // Strips of one unit: a few rows wait for memory, which wants long reads; many want all threads busy to the end.
     int strips_of(int rows, int width) const {
         const int strips = width / kStrip;
-        return rows > 8 ? 1 : std::min(std::max(strips / (m.threads() * 4), 1), kMostStrips);
+        return rows > std::max(kFewRows, std::min(k.max_rows, 32)) ? 1 : std::min(std::max(strips / (m.threads() * 4), 1), kMostStrips);
     }
     int units_of(int rows, int width) const {
         const int most = strips_of(rows, width);
