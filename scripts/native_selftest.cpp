@@ -1,4 +1,4 @@
-// Every kernel of every instruction set this CPU has, against the plain ones, and each row alone against its tile: for machines
+// Every kernel of every instruction set this CPU has against exact numbers or the plain ones, and each row alone against its tile: for machines
 // without Python, as aarch64 under user-mode emulation (scripts/native_cross). Prints a line per set; exits 1 on a difference.
 #include <cmath>
 #include <cstdio>
@@ -26,12 +26,11 @@ static uint16_t half_bits(float x) {  // of normal numbers
 }
 
 struct Acts {
-    std::vector<int8_t> a;
-    std::vector<float> s, t, x;
-    std::vector<int32_t> nsum;
+    std::vector<uint8_t> memory;
     Tile tile;
-    Acts(int rows, int k) : a(size_t(rows * k)), s(size_t(rows * k / 32)), t(s.size()), x(size_t(rows * k)), nsum(2 * s.size()) {
-        tile.rows = rows, tile.a = a.data(), tile.s = s.data(), tile.t = t.data(), tile.x = x.data(), tile.nsum = nsum.data();
+    Acts(const Kernels& k, int rows, int inputs) : memory(tile_bytes(k.inputs, rows, inputs, true) + 64) {
+        uint8_t* at = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+        tile = place_tile(k.inputs, rows, inputs, true, at);
     }
 };
 
@@ -41,17 +40,16 @@ static double distance(const std::vector<float>& a, const std::vector<float>& b)
     return std::isfinite(d) ? std::sqrt(d / n) : 1e9;
 }
 
-static void products(const Kernels& k, const Kernels& plain, Codes codes, Scales scales, int offset) {
-    constexpr int kInputs = 512;
+static void products(const Kernels& k, const Kernels& plain, Codes codes, Scales scales, int offset, int inputs) {
     Entry e;
-    e.name = "w", e.n = 64, e.k = kInputs, e.codes = int(codes), e.scales = int(scales), e.offset_log2 = offset;
+    e.name = "w", e.n = 64, e.k = inputs, e.codes = int(codes), e.scales = int(scales), e.offset_log2 = offset;
     if (codes == Codes::kTable) e.unit_log2 = scales == Scales::kByte16 ? -3 : 0;
     for (int i = 0; codes == Codes::kTable && i < 16; i++) e.table.push_back(int(rng() % 256));
     Matrix w = form_of(e);
     std::vector<uint8_t> data(w.strip_bytes * 2 + 16384);
     const bool dense = is_dense(codes);
     for (size_t i = 0; i < w.strip_bytes * 2; i++) data[i] = uint8_t(rng());
-    for (size_t i = 0; dense && i < 2 * 32 * kInputs; i++) {
+    for (size_t i = 0; dense && i < size_t(64 * inputs); i++) {
         const float v = uniform(-1, 1) + 2;
         const uint32_t u = bits_of(v);
         const uint16_t h = codes == Codes::kHalf ? half_bits(v) : uint16_t(u >> 16);
@@ -66,23 +64,42 @@ static void products(const Kernels& k, const Kernels& plain, Codes codes, Scales
             else memcpy(data.data() + at + 2 * i, &h, 2);
         }
     w.data = data.data();
-    std::vector<float> values(size_t(k.max_rows) * kInputs);
+    Lifts lifts;
+    if (!dense && k.inputs == Inputs::kBf16) lift(w, lifts);
+    std::vector<float> values, weights;
+    values.resize(size_t(k.max_rows * inputs)), weights.resize(size_t(inputs));
     for (auto& v : values) v = uniform(-2, 2);
+    // Each row in a tile of its own: near the exact products of the exact weights. Numbers in 8 bits or in bf16 are that much off.
     std::vector<std::vector<float>> alone;
-    for (int rows = 1; rows <= k.max_rows; rows++) {
-        Acts mine(rows, kInputs);
+    for (int r = 0; r < k.max_rows; r++) {
+        Acts one(k, 1, inputs);
+        alone.emplace_back(64, 1.f);
+        k.quantise(values.data() + r * inputs, inputs, one.tile, 0, 0);
+        k.product(w, 0, 2, one.tile, alone.back().data(), 64, true);
+        if (k.inputs != plain.inputs) continue;  // else the plain ones have the same sums but for the order of additions
+        std::vector<float> other(64, 1.f);
+        plain.quantise(values.data() + r * inputs, inputs, one.tile, 0, 0);
+        plain.product(w, 0, 2, one.tile, other.data(), 64, true);
+        expect(distance(alone.back(), other) < 1e-5, k.name, "product beside plain", distance(alone.back(), other));
+    }
+    std::vector<float> exact, all;
+    for (int n = 0; n < 64; n++) {
+        unpack_row(w, n, weights.data());
+        for (int r = 0; r < k.max_rows; r++) {
+            double sum = 1;
+            for (int i = 0; i < inputs; i++) sum += double(weights[size_t(i)]) * values[size_t(r * inputs + i)];
+            exact.push_back(float(sum)), all.push_back(alone[size_t(r)][size_t(n)]);
+        }
+    }
+    expect(distance(all, exact) < (dense ? 1e-5 : 2e-2), k.name, "product", distance(all, exact));
+    for (int rows = 1; rows <= k.max_rows; rows += rows < 40 ? 1 : 11) {
+        Acts mine(k, rows, inputs);
         std::vector<float> out(size_t(rows) * 64, 1.f);
-        for (int r = 0; r < rows; r++) k.quantise(values.data() + r * kInputs, kInputs, mine.tile, r, 0);
+        for (int r = 0; r < rows; r++) k.quantise(values.data() + r * inputs, inputs, mine.tile, r, 0);
         k.product(w, 0, 2, mine.tile, out.data(), 64, true);
         for (int r = 0; r < rows; r++) {
-            Acts one(1, kInputs);
-            std::vector<float> mine_row(out.begin() + r * 64, out.begin() + r * 64 + 64), row(64, 1.f), other(64, 1.f);
-            k.quantise(values.data() + r * kInputs, kInputs, one.tile, 0, 0);
-            k.product(w, 0, 2, one.tile, row.data(), 64, true);
-            expect(row == mine_row, k.name, "a row of a tile", distance(mine_row, row));
-            plain.quantise(values.data() + r * kInputs, kInputs, one.tile, 0, 0);
-            plain.product(w, 0, 2, one.tile, other.data(), 64, true);
-            expect(distance(row, other) < 1e-5, k.name, "product", distance(row, other));
+            const std::vector<float> row(out.begin() + r * 64, out.begin() + r * 64 + 64);
+            expect(row == alone[size_t(r)], k.name, "a row of a tile", distance(row, alone[size_t(r)]));
         }
     }
 }
@@ -218,7 +235,8 @@ int main() {
                  {C::kFive, S::kHalf, 4}, {C::kFive, S::kHalfMin, -1}, {C::kFive, S::kSix, -1}, {C::kSix, S::kByte16, 5}, {C::kEight, S::kHalf, 7},
                  {C::kTable, S::kHalf, 7}, {C::kTable, S::kByte, 7}, {C::kTable, S::kByte16, 7}, {C::kTable, S::kPower, 7},
                  {C::kHalf, S::kNone, -1}, {C::kBf16, S::kNone, -1}, {C::kFloat, S::kNone, -1}})
-            products(k, plain, codes, scales, offset);
+            for (int inputs : {256, 512, 576, 2304})
+                if (is_dense(codes) || inputs % (groups_of_block(scales) * kGroup) == 0) products(k, plain, codes, scales, offset, inputs);
         for (int dim : {32, 64, 96, 128})
             for (int group : {1, 2, 3, 4, 7})
                 for (int tokens : {1, 2, 31, 33, 64})

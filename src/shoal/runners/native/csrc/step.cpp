@@ -8,7 +8,7 @@
 //   norm         the rows of a tile               x (and delta)         normed, x
 //   gate-up      32 inner values                  normed, weights       inner (8 bits)
 //   down         32 outputs                       inner, weights        x +=, or delta
-//   head         64 tokens of the vocabulary      normed, weights       logits or the best of them
+//   head         256 tokens of the vocabulary     normed, weights       logits or the best of them
 //
 // A recurrent mixer has other phases in the place of qkv and attention (recur.cpp), a mixture of experts in that of gate-up and
 // down (feed.cpp). Where a norm or a scale stands between a block and the residual stream, its result goes to `delta` and the next

@@ -215,8 +215,9 @@ inline void put_eight(const uint8_t* group, int half, int j, const Values& value
     }
 }
 
-// Lines of weights at `ahead` that are asked for while a group is made, and while it is multiplied: spread, since a core has few misses
-// in flight, and what a load waits for behind them is the group's own weights.
+// Lines of weights that are asked for while a group is made, and while it is multiplied: spread, since a core has few misses in flight, and
+// what waits behind them is the group's own weights. Of 8 bits a chunk is 8.7 KB: what is asked for is of the next but one.
+constexpr int kTileAhead = 2 * kAhead;
 template <int kFrom, int kTo>
 inline void ask_for(const uint8_t* ahead) {
 #pragma GCC unroll 32
@@ -229,7 +230,7 @@ struct Form {
                          kBytes = block_bytes(kCodes, kScales), kShare = kBytes / kGroups,
                          kWhileMade = kShare / 4 / 64 * 64;
     static const uint8_t* block(const uint8_t* strip, int g) { return strip + size_t(g / kGroups) * kBytes; }
-    static const uint8_t* ahead(const uint8_t* strip, int g) { return block(strip, g) + g % kGroups * kShare + kAhead; }
+    static const uint8_t* ahead(const uint8_t* strip, int g) { return block(strip, g) + g % kGroups * kShare + kTileAhead; }
 };
 
 // Groups from .. from + count - 1 of a strip.
@@ -333,49 +334,77 @@ inline void cut_sums(const Tile& x, int chunk, int groups, uint16_t (*to)[32]) {
         _mm512_store_si512(to[r], _mm512_maskz_loadu_epi32(there, x.sums_of(chunk, r)));
 }
 
+// Of a strip, by blocks of rows.
+struct alignas(64) Sums {
+    float of[kTileRows / (2 * kSub)][2 * kSub][kStrip];
+};
+
+// Groups from .. from + count - 1 for the rows begin .. of a tile. Where `strip` is not null, more of its weights are asked for.
+template <class Of, bool kTwo>
+inline void multiply_chunk(const Chunk& u, const Tile& x, int begin, int first, int from, int count, const void* sums,
+                           const uint8_t* strip) {
+    const uint16_t* a = x.group(from, begin);
+    const auto* b = &u.pairs[0];
+    for (int i = 0; i < count; i++, b++, a += x.rows * kGroup) {
+        if (strip) ask_for<Of::kWhileMade, Of::kShare>(Of::ahead(strip, from + i));
+        multiply<kTwo>(a, first, b[0][0], b[0][1]);
+    }
+    multiply<kTwo>(sums, first, u.minima[0], u.minima[1]);
+}
+
+// Chunks that are made before they are multiplied. One, in L1, while the sums of all rows fit the registers; else so many, in L2, since
+// between two blocks of rows sums are stored and loaded.
+constexpr int kChunks = 8;
+
 template <Codes kCodes, Scales kScales, bool kTwo>
-void tile_strip(const Matrix& w, int strip, const Tile& x, const Cut& cut, float* out, int ld, bool accumulate) {
+void tile_strip(const Matrix& w, int strip, const Tile& x, const Cut& cut, Sums& sums) {
     using Of = Form<kCodes, kScales>;
-    Chunk u;
-    alignas(64) float sums[kTileRows / (2 * kSub)][2 * kSub][kStrip];
+    Chunk u[kChunks];
     alignas(64) uint16_t last_sums[kTileRows][32];
     const uint8_t* data = w.data + size_t(strip) * w.strip_bytes;
-    const int groups = w.k / kGroup;
-    if (groups % kChunkGroups) {
-        cut_sums(x, groups / kChunkGroups, groups % kChunkGroups, last_sums);
-        memset(u.minima, 0, sizeof u.minima);
-    }
+    const int groups = w.k / kGroup, chunks = (groups + kChunkGroups - 1) / kChunkGroups,
+              at_once = cut.blocks > 1 ? kChunks : 1;
+    const auto count = [&](int chunk) {
+        const int left = groups - chunk * kChunkGroups;
+        return left < kChunkGroups ? left : kChunkGroups;
+    };
+    if (groups % kChunkGroups) cut_sums(x, chunks - 1, groups % kChunkGroups, last_sums);
     no_sums();
-    for (int g = 0; g < groups; g += kChunkGroups) {
-        const int count = groups - g < kChunkGroups ? groups - g : kChunkGroups;
-        make_chunk<kCodes, kScales>(w, data, w.lift + strip * kStrip, g, count, u);
+    for (int c = 0; c < chunks; c += at_once) {
+        const int end = chunks - c < at_once ? chunks : c + at_once;
+        for (int i = c; i < end; i++) {
+            if (count(i) < kChunkGroups) memset(u[i - c].minima, 0, sizeof u[0].minima);
+            make_chunk<kCodes, kScales>(w, data, w.lift + strip * kStrip, i * kChunkGroups, count(i), u[i - c]);
+        }
         settle_stores();
         for (int b = 0; b < cut.blocks; b++) {
             const int begin = cut.begin(b, x.rows);
-            if (cut.blocks > 1 && g) take_sums<kTwo>(sums[b], cut.first);
-            if (cut.blocks > 1 && !g) no_sums();
-#pragma GCC unroll 8
-            for (int i = 0; i < count; i++) {
-                if (b == 0) ask_for<Of::kWhileMade, Of::kShare>(Of::ahead(data, g + i));
-                multiply<kTwo>(x.group(g + i, begin), cut.first, u.pairs[i][0], u.pairs[i][1]);
+            if (cut.blocks > 1 && c) take_sums<kTwo>(sums.of[b], cut.first);
+            if (cut.blocks > 1 && !c) no_sums();
+            for (int i = c; i < end; i++) {
+                const void* of = count(i) == kChunkGroups ? x.sums_of(i, begin) : last_sums[begin];
+                multiply_chunk<Of, kTwo>(u[i - c], x, begin, cut.first, i * kChunkGroups, count(i), of, b ? nullptr : data);
             }
-            const void* of = count == kChunkGroups ? x.sums_of(g / kChunkGroups, begin) : last_sums[begin];
-            multiply<kTwo>(of, cut.first, u.minima[0], u.minima[1]);
-            if (cut.blocks > 1 || g + kChunkGroups >= groups) give_sums<kTwo>(sums[b], cut.first);
+            if (cut.blocks > 1 || end == chunks) give_sums<kTwo>(sums.of[b], cut.first);
         }
         settle_stores();
     }
+}
+
+// The rows of a strip's sums go where they belong.
+inline void finish_strip(const Matrix& w, int strip, const Tile& x, const Cut& cut, const Sums& sums, float* out, int ld,
+                         bool accumulate) {
     for (int b = 0, r = 0; b < cut.blocks; b++)
         for (const int begin = cut.begin(b, x.rows); r < begin + cut.rows; r++)
             for (int i = 0; i < kStrip; i += 16) {
-                F sum = mul(load(sums[b][r - begin] + i), load(w.lower + strip * kStrip + i));
+                F sum = mul(load(sums.of[b][r - begin] + i), load(w.lower + strip * kStrip + i));
                 if (w.bias) sum = add(sum, load(w.bias + strip * kStrip + i));
                 float* to = out + size_t(r) * ld + i;
                 store(to, accumulate ? add(load(to), sum) : sum);
             }
 }
 
-using TileFn = void (*)(const Matrix&, int, const Tile&, const Cut&, float*, int, bool);
+using TileFn = void (*)(const Matrix&, int, const Tile&, const Cut&, Sums&);
 
 template <bool kTwo>
 TileFn choose_tiles(const Matrix& w) {
@@ -388,7 +417,13 @@ void tile_product(const Matrix& w, int from, int count, const Tile& x, float* ou
     const Cut cut(x.rows);
     const TileFn fn = cut.rows > cut.first ? choose_tiles<true>(w) : choose_tiles<false>(w);
     shape_products(cut);
-    for (int s = 0; s < count; s++) fn(w, from + s, x, cut, out + s * kStrip, ld, accumulate);
+    Sums sums[2];  // a strip's are read while the next one's are made: what matrix registers stored just now is slow to load
+    const auto finish = [&](int s) { finish_strip(w, from + s, x, cut, sums[s % 2], out + s * kStrip, ld, accumulate); };
+    for (int s = 0; s < count; s++) {
+        fn(w, from + s, x, cut, sums[s % 2]);
+        if (s) finish(s - 1);
+    }
+    finish(count - 1);
     _tile_release();  // registers in use are saved at every switch of threads
 }
 
