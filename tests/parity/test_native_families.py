@@ -67,4 +67,4 @@ def test_every_quantised_type_keeps_its_weights(kind: str, isa: str, tmp_path: P
     rows = rows_of(runner, tokens)
     runner.close()
     assert mean_kl(exact[[2, *range(39, 50)]], rows) < 3e-3
-    assert np.corrcoef(exact[-1], rows[-1])[0, 1] > 0.999
+    assert np.corrcoef(exact[-1], rows[-1])[0, 1] > 0.998

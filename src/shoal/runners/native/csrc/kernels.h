@@ -28,11 +28,11 @@ static inline float from_half(uint16_t h) {
     return float_of(sign | (exp == 31 ? 0x7f800000u : (exp + 112) << 23) | man << 13);
 }
 
-constexpr int kStrip = 32;      // outputs that lie side by side in a packed weight: two halves of 16 lanes
-constexpr int kGroup = 32;      // inputs that share the scale of an activation
-constexpr int kChunk = 256;     // inputs whose sums lie together, where activations are bf16
-constexpr int kBlock = 32;      // token slots of a KV block
-constexpr int kSpan = 64;       // tokens that one softmax update takes: two blocks, always split at multiples of 64
+constexpr int kStrip = 32;   // outputs that lie side by side in a packed weight: two halves of 16 lanes
+constexpr int kGroup = 32;   // inputs that share the scale of an activation
+constexpr int kChunk = 256;  // inputs whose sums lie together, where activations are bf16
+constexpr int kBlock = 32;   // token slots of a KV block
+constexpr int kSpan = 64;    // tokens that one softmax update takes: two blocks, always split at multiples of 64
 constexpr int kSection =
     512;  // tokens whose spans are summed by themselves, then added to those of the sections before
 

@@ -106,8 +106,7 @@ void Step::form(Batch& batch, int rows) {
     batch.attended.shape(rows, attended, k, dense.attended);
     batch.inner.shape(rows, inner, k, dense.inner);
     if (own)
-        batch.experts_in.shape(rows, c.embd, k, dense.normed),
-            batch.shared_in.shape(rows, c.embd, k, dense.normed);
+        batch.experts_in.shape(rows, c.embd, k, dense.normed), batch.shared_in.shape(rows, c.embd, k, dense.normed);
     cut_attention(batch);
 }
 

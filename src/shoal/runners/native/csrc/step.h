@@ -16,7 +16,7 @@ inline void grow(Pages& pages, size_t bytes) {
 inline bool is_dense(const Matrix& w) { return w.data && int(w.codes) >= 16; }
 
 enum Phase { kEmbed, kNorm, kQkv, kAttention, kMix, kRecur, kOut, kRoute, kGateUp, kDown, kHead, kPhases };
-constexpr int kRowsAtOnce = 8;  // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
+constexpr int kRowsAtOnce = 8;   // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
 constexpr int kHeadWidth = 256;  // tokens of the vocabulary of one unit
 constexpr int kFewRows = 8;
 constexpr int kMostStrips = 8;        // of one unit: see strips_of
@@ -150,7 +150,9 @@ struct Step : Work {
     // Strips of one unit: a few rows wait for memory, which wants long reads; many want all threads busy to the end.
     int strips_of(int rows, int width) const {
         const int strips = width / kStrip;
-        return rows > std::max(kFewRows, std::min(k.max_rows, 32)) ? 1 : std::min(std::max(strips / (m.threads() * 4), 1), kMostStrips);
+        return rows > std::max(kFewRows, std::min(k.max_rows, 32))
+                   ? 1
+                   : std::min(std::max(strips / (m.threads() * 4), 1), kMostStrips);
     }
     int units_of(int rows, int width) const {
         const int most = strips_of(rows, width);

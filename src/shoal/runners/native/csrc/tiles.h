@@ -3,8 +3,8 @@
 //   A  rows x 32 inputs of a tile      B  32 inputs x 16 outputs      C  rows x 16 sums, which stay in the register
 //
 // Output n of row r is the sum over groups of 32 inputs, in their order, of what the matrix unit gives for a group, and after each eighth
-// group of what the minima times the activations' sums give. The unit computes a row of C from its row of A alone, so a row has
-// the same bits in every tile; a lone row takes this way, too.
+// group of what the minima times the activations' sums give. The unit computes a row of C from its row of A alone (c + (e + o), where e and
+// o are chains of fma over the even and the odd inputs), so a row has the same bits in every tile; a lone row takes this way, too.
 //
 // A weight is (code * s) + m with s of either sign. As bf16 that is made in 16 lanes of two inputs:
 //
@@ -37,11 +37,11 @@ inline void settle_stores() { asm volatile("" ::: "memory"); }
 
 using Halves = __m512i;
 // By the names of the instructions: assemblers know them longer than compilers do. They take and give subnormal numbers at full speed.
-#define SHOAL_HALVES(name, instruction)                                   \
-    inline Halves name(Halves a, Halves b) {                              \
-        Halves c;                                                         \
-        asm(instruction " %2, %1, %0" : "=v"(c) : "v"(a), "v"(b));        \
-        return c;                                                         \
+#define SHOAL_HALVES(name, instruction)                            \
+    inline Halves name(Halves a, Halves b) {                       \
+        Halves c;                                                  \
+        asm(instruction " %2, %1, %0" : "=v"(c) : "v"(a), "v"(b)); \
+        return c;                                                  \
     }
 SHOAL_HALVES(times, "vmulph")
 SHOAL_HALVES(plus, "vaddph")
@@ -98,7 +98,8 @@ struct alignas(64) Chunk {
 struct Values {
     I table;
     int most, offset;
-    Values(const Matrix& w, int most_code) : table(iset(0)), most(most_code), offset(w.offset_log2 < 0 ? 0 : 1 << w.offset_log2) {
+    Values(const Matrix& w, int most_code)
+        : table(iset(0)), most(most_code), offset(w.offset_log2 < 0 ? 0 : 1 << w.offset_log2) {
         if (w.codes != Codes::kTable) return;
         int least = 255, largest = 0;
         for (int entry : w.table) least = entry < least ? entry : least, largest = entry > largest ? entry : largest;
@@ -115,7 +116,7 @@ constexpr int most_code(Codes c) {
                                 : 255;
 }
 
-// Scale and minimum of one part of a group: `base` has neither; m / 2^20 is there already where the form has minima.
+// Scale and minimum of one part: m, times 2^-20 as codes are, where the form has minima.
 template <Codes kCodes, Scales kScales>
 inline void put_part(Chunk& u, int part, const Values& values, Halves s, Halves m) {
     constexpr int kParts = kGroup / scale_inputs(kScales);
@@ -190,8 +191,7 @@ inline void put_eight(const uint8_t* group, int half, int j, const Values& value
         const __m512i v = iload(group + half * low_bytes(kCodes) + j * 64).v, w = _mm512_srli_epi16(v, 8);
         __m512i x0 = v, x1 = v, x2 = w, x3 = w;
         if constexpr (kCodes == Codes::kSix) {
-            const __m512i u =
-                iload(group + 2 * low_bytes(kCodes) + half * upper_bytes(kCodes) + j / 2 * 64).v;
+            const __m512i u = iload(group + 2 * low_bytes(kCodes) + half * upper_bytes(kCodes) + j / 2 * 64).v;
             const __m512i low = words(0x0f), high = words(0xf0);
             const bool even = j % 2 == 0;
             x0 = choose_bits(v, even ? _mm512_slli_epi16(u, 4) : u, low);
@@ -230,7 +230,9 @@ struct Form {
                          kBytes = block_bytes(kCodes, kScales), kShare = kBytes / kGroups,
                          kWhileMade = kShare / 4 / 64 * 64;
     static const uint8_t* block(const uint8_t* strip, int g) { return strip + size_t(g / kGroups) * kBytes; }
-    static const uint8_t* ahead(const uint8_t* strip, int g) { return block(strip, g) + g % kGroups * kShare + kTileAhead; }
+    static const uint8_t* ahead(const uint8_t* strip, int g) {
+        return block(strip, g) + g % kGroups * kShare + kTileAhead;
+    }
 };
 
 // Groups from .. from + count - 1 of a strip.
@@ -248,8 +250,8 @@ void make_chunk(const Matrix& w, const uint8_t* strip, const float* lift, int fr
     }
     const Halves sixteen = words(0x4c00), size = words(0x7fff);
     for (int i = 0; i < count; i++) {
-        const uint8_t* codes = Of::block(strip, from + i) + scale_bytes(kScales) +
-                               (from + i) % Of::kGroups * group_bytes(kCodes);
+        const uint8_t* codes =
+            Of::block(strip, from + i) + scale_bytes(kScales) + (from + i) % Of::kGroups * group_bytes(kCodes);
         ask_for<0, Of::kWhileMade>(Of::ahead(strip, from + i));
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++)
@@ -330,8 +332,7 @@ inline void no_sums() {
 // Sums of the last chunk, where it has fewer than 8 groups: zeros in the place of what is behind them.
 inline void cut_sums(const Tile& x, int chunk, int groups, uint16_t (*to)[32]) {
     const __mmask16 there = __mmask16((1u << 2 * groups) - 1);
-    for (int r = 0; r < x.rows; r++)
-        _mm512_store_si512(to[r], _mm512_maskz_loadu_epi32(there, x.sums_of(chunk, r)));
+    for (int r = 0; r < x.rows; r++) _mm512_store_si512(to[r], _mm512_maskz_loadu_epi32(there, x.sums_of(chunk, r)));
 }
 
 // Of a strip, by blocks of rows.
@@ -383,7 +384,8 @@ void tile_strip(const Matrix& w, int strip, const Tile& x, const Cut& cut, Sums&
             if (cut.blocks > 1 && !c) no_sums();
             for (int i = c; i < end; i++) {
                 const void* of = count(i) == kChunkGroups ? x.sums_of(i, begin) : last_sums[begin];
-                multiply_chunk<Of, kTwo>(u[i - c], x, begin, cut.first, i * kChunkGroups, count(i), of, b ? nullptr : data);
+                multiply_chunk<Of, kTwo>(u[i - c], x, begin, cut.first, i * kChunkGroups, count(i), of,
+                                         b ? nullptr : data);
             }
             if (cut.blocks > 1 || end == chunks) give_sums<kTwo>(sums.of[b], cut.first);
         }
@@ -392,8 +394,8 @@ void tile_strip(const Matrix& w, int strip, const Tile& x, const Cut& cut, Sums&
 }
 
 // The rows of a strip's sums go where they belong.
-inline void finish_strip(const Matrix& w, int strip, const Tile& x, const Cut& cut, const Sums& sums, float* out, int ld,
-                         bool accumulate) {
+inline void finish_strip(const Matrix& w, int strip, const Tile& x, const Cut& cut, const Sums& sums, float* out,
+                         int ld, bool accumulate) {
     for (int b = 0, r = 0; b < cut.blocks; b++)
         for (const int begin = cut.begin(b, x.rows); r < begin + cut.rows; r++)
             for (int i = 0; i < kStrip; i += 16) {
@@ -417,8 +419,11 @@ void tile_product(const Matrix& w, int from, int count, const Tile& x, float* ou
     const Cut cut(x.rows);
     const TileFn fn = cut.rows > cut.first ? choose_tiles<true>(w) : choose_tiles<false>(w);
     shape_products(cut);
-    Sums sums[2];  // a strip's are read while the next one's are made: what matrix registers stored just now is slow to load
-    const auto finish = [&](int s) { finish_strip(w, from + s, x, cut, sums[s % 2], out + s * kStrip, ld, accumulate); };
+    Sums sums
+        [2];  // a strip's are read while the next one's are made: what matrix registers stored just now is slow to load
+    const auto finish = [&](int s) {
+        finish_strip(w, from + s, x, cut, sums[s % 2], out + s * kStrip, ld, accumulate);
+    };
     for (int s = 0; s < count; s++) {
         fn(w, from + s, x, cut, sums[s % 2]);
         if (s) finish(s - 1);
