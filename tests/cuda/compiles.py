@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.runners.cuda import (
     attention,
@@ -25,7 +26,9 @@ from shoal.runners.cuda import (
     kernels,
     kernels_attention,
     kernels_attention_few,
+    kernels_attention_many,
     kernels_few,
+    kernels_many,
     kernels_mixture,
     kernels_recurrent,
     mixtures,
@@ -91,6 +94,8 @@ class Compiled:
     def type_of(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return f"*{TYPES[value.dtype]}"
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
         return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -116,9 +121,13 @@ def compile_all(arch: int) -> Counter[str]:
     for launcher in (step, products, mixtures):
         vars(launcher)["k"] = view
     vars(products)["kf"] = View(kernels_few, target, counts)
+    vars(products)["km"] = View(kernels_many, target, counts)
+    vars(products)["runs_many"] = lambda device: arch == 90
     vars(products)["runs_few"] = lambda device, form: form == 0 or arch == 90
     vars(attention)["ka"] = View(kernels_attention, target, counts)
     vars(attention)["kaf"] = View(kernels_attention_few, target, counts)
+    vars(attention)["kam"] = View(kernels_attention_many, target, counts)
+    vars(attention)["runs_many"] = lambda device: arch == 90
     vars(attention)["runs_few"] = lambda device, form: True
     vars(delta)["kr"] = View(kernels_recurrent, target, counts)
     vars(mixtures)["km"] = View(kernels_mixture, target, counts)
@@ -146,11 +155,13 @@ def compile_all(arch: int) -> Counter[str]:
 
 
 def batches() -> list[list[Any]]:
-    """A prompt, one row, many rows over a long trunk that they share."""
-    prompt, table = prompts(1, [300])[0], tuple(range(10))
+    """A long prompt, a short one, one row, many rows over a trunk that they share, and many with nothing shared."""
+    prompt, table = prompts(1, [600])[0], tuple(range(19))
     lone = ScheduledSequence(1, prompt[:1], 300, table, Want.ARGMAX)
     many = [lone._replace(seq_id=10 + i, start=290, load=0) for i in range(100)]
-    return [[ScheduledSequence(1, prompt, 0, table, Want.LOGITS)], [lone], many]
+    apart = [row._replace(block_table=tuple((7 * i + j) % 40 for j in range(10))) for i, row in enumerate(many)]
+    whole = ScheduledSequence(1, prompt, 0, table, Want.LOGITS)
+    return [[whole], [whole._replace(tokens=prompt[:300])], [lone], many, apart]
 
 
 def main() -> None:
