@@ -46,10 +46,10 @@ def check_products() -> list[str]:
         for n, size in ((640, 512), (96, 2304), (96, 1024), (64, 2048), (64, 3072), (64, 9728)):
             weight = random_weight(form, n, size)
             matrix = stacked([weight], torch.device("cuda"))[0]
-            x = torch.randn(600, size, device="cuda").bfloat16()
+            x = torch.randn(2048, size, device="cuda").bfloat16()
             exact = x[0].float() @ torch.from_numpy(weight.values()).cuda().bfloat16().float().T
             base = None
-            for rows in (1, 2, 16, 17, 33, 600):
+            for rows in (1, 2, 16, 17, 33, 600, 2048):
                 out = torch.zeros(rows, n, device="cuda")
                 product(x, matrix, out, k.SUMS, rows, split=False)
                 sums = out[0]
