@@ -6,9 +6,9 @@ sorts: KV (plain or rotating), whose arrays are [B, H, T, D], and recurrent stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -21,6 +21,8 @@ from mlx_lm.models.cache import (
 )
 
 from shoal.runners.plan import SeqId
+
+Item = TypeVar("Item")
 
 BATCHED = (KVCache, RotatingKVCache, ArraysCache)
 """Leaves that can be joined and selected from; exactly these, a subclass may do something else."""
@@ -139,18 +141,25 @@ class Rows:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def kv(self, row: int, begin: int, end: int) -> list[tuple[mx.array, mx.array]]:
-        """Copies of K and V, [1, H, end - begin, D], of one row's positions begin .. end - 1, for each KV leaf.
+    def kv(self, rows: Sequence[int], count: int) -> list[tuple[mx.array, mx.array]]:
+        """Copies of K and V, [R, H, count, D], of the last `count` positions of these rows, for each KV leaf.
 
-        A rotating cache must still have them.
+        Of a shorter row what lies in front of its first position means nothing. Of rotating caches, which must still
+        have the positions, one row at a time.
         """
-        length, found = self.lengths[row], []
+        found = []
+        in_order = list(rows) == list(range(len(self)))
+        chosen = None if in_order or len(rows) == 1 else mx.array(list(rows))
         for leaf in kv_leaves(self.caches):
-            keys, values = _in_order(leaf, row)
-            filled = keys.shape[2] - self.ahead
-            assert length - begin <= filled, f"{length - begin} positions are asked of a cache of {filled}"
-            span = slice(filled - (length - begin), filled - (length - end))
-            found.append((mx.contiguous(keys[:, :, span]), mx.contiguous(values[:, :, span])))
+            pair, first = _in_order(leaf, rows[0])
+            end = pair[0].shape[2] - self.ahead
+            assert count <= end, f"{count} positions are asked of a cache of {end}"
+            keys, values = (array[:, :, end - count : end] for array in pair)
+            if chosen is not None:
+                keys, values = keys[chosen], values[chosen]
+            elif len(rows) == 1:
+                keys, values = keys[first : first + 1], values[first : first + 1]
+            found.append((mx.contiguous(keys), mx.contiguous(values)))
         return found
 
     # -- feeding ------------------------------------------------------------------------------------------------
@@ -208,14 +217,14 @@ class Ahead:
         return Ahead([self.fed[row] for row in rows], self.best[picked], self.chosen[picked])
 
 
-def alike(joining: Sequence[tuple[Rows, Sequence[int]]]) -> list[list[tuple[Rows, Sequence[int]]]]:
-    """Groups of which the shortest chunk is at least half of the longest, so that little is padded."""
-    groups: list[list[tuple[Rows, Sequence[int]]]] = []
-    for rows, tokens in sorted(joining, key=lambda pair: len(pair[1])):
-        if groups and len(groups[-1][0][1]) * 2 >= len(tokens) and bool(groups[-1][0][1]) == bool(tokens):
-            groups[-1].append((rows, tokens))
+def alike(parts: Iterable[Item], size: Callable[[Item], int]) -> list[list[Item]]:
+    """Groups by size, of which the smallest is at least half of the largest, so that little is padded."""
+    groups: list[list[Item]] = []
+    for part in sorted(parts, key=size):
+        if groups and size(groups[-1][0]) * 2 >= size(part) and bool(size(groups[-1][0])) == bool(size(part)):
+            groups[-1].append(part)
         else:
-            groups.append([(rows, tokens)])
+            groups.append([part])
     return groups
 
 
@@ -303,18 +312,18 @@ def _plain(leaf: Any, length: int) -> Any:
     return KVCache.from_state((keys[:, :, filled - length :], values[:, :, filled - length :], length))
 
 
-def _in_order(leaf: Any, row: int) -> tuple[mx.array, mx.array]:
-    """K and V of one row, [1, H, T, D], the last token's last."""
+def _in_order(leaf: Any, row: int) -> tuple[tuple[mx.array, mx.array], int]:
+    """K and V, [B, H, T, D], the last token's last, and which of them the row is; of rotating caches the row alone."""
     if isinstance(leaf, BatchRotatingKVCache):
         leaf, row = leaf.extract(row), 0
     if not isinstance(leaf, RotatingKVCache):
-        keys, values = leaf.keys_and_values()
-        return keys[row : row + 1], values[row : row + 1]
+        return leaf.keys_and_values(), row
     keys, values, offset, _, _, index = leaf.state
     keys, values = keys[row : row + 1], values[row : row + 1]
     if index == keys.shape[2]:
-        return keys, values
+        return (keys, values), 0
     if index >= offset:  # not full yet
-        return keys[:, :, :index], values[:, :, :index]
+        return (keys[:, :, :index], values[:, :, :index]), 0
     parts = slice(index, None), slice(0, index)
-    return tuple(mx.concatenate([x[:, :, part] for part in parts], axis=2) for x in (keys, values))
+    turned = tuple(mx.concatenate([x[:, :, part] for part in parts], axis=2) for x in (keys, values))
+    return (turned[0], turned[1]), 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from shoal.errors import RunnerError
 from shoal.models.files import ModelFiles
 from shoal.runners.mlx.loading import Loaded, Precision, leave_thread, read_model, spec_of
 from shoal.runners.mlx.rows import Ahead, Rows, alike, arrays, kv_leaves, state_leaves
-from shoal.runners.mlx.store import BlockStore
+from shoal.runners.mlx.store import BlockStore, Part
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
 
@@ -126,10 +126,7 @@ class MLXRunner:
     def release(self, seq_ids: Sequence[SeqId]) -> None:
         """Store what these sequences' rows hold, and drop the rows."""
         self._check_thread()
-        for seq_id in seq_ids:
-            live = self._live.get(seq_id)
-            if live is not None:
-                self._forget(seq_id, live)
+        self._forget([seq_id for seq_id in seq_ids if seq_id in self._live])
         if not any(seq_id in self._live for seq_id in self._batch.ids):
             self._batch, self._ahead = Rows([], [], []), None
 
@@ -165,57 +162,52 @@ class MLXRunner:
             self._flush_owner(source)
             self._owner.pop(destination, None)
             self._store.copy(source, destination)
-        self._make_way(plan)
-        for item in plan.sequences:
+        staying = self._make_way(plan)
+        others = [item for item in plan.sequences if item.seq_id not in staying]
+        for item in others:
             if item.save is not None and item.want is not Want.NOTHING:
                 raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
             self._admit(item)
-        for item in plan.sequences:
-            self._claim(item, plan.chain)
-        self._prefill(plan.sequences)
+        self._claim(plan)
+        self._prefill(others)
         wanted = [item for item in plan.sequences if item.want is not Want.NOTHING]
         if not wanted:
             mx.eval([arrays(live.alone.caches) for live in self._live.values() if live.alone is not None])
             return StepOutput({})
         return self._decode(wanted, plan.chain)
 
-    def _make_way(self, plan: StepPlan) -> None:
-        """Take rows out of the batch that this step does not feed as the batch is fed: one token, for output."""
-        feeds = {item.seq_id: item for item in plan.sequences}
-        if self._ahead is not None and not self._goes_on(feeds, self._ahead):
-            self._batch.take_back()
-            self._ahead = None
-        keep = []
-        for row, seq_id in enumerate(self._batch.ids):
-            item, live = feeds.get(seq_id), self._live.get(seq_id)
-            if live is None:
-                continue
-            ready = item is not None and len(item.tokens) == 1 and item.want is not Want.NOTHING
-            if ready and item is not None and item.start == self._batch.lengths[row] and item.load is None:
-                keep.append(row)
-            else:
-                live.alone = self._batch.alone(row)
-        if self._ahead is not None and len(keep) < len(self._batch):
-            self._ahead = self._ahead.of(keep) if keep else None
-        self._batch.keep(keep)
-        if not self._spec.recurrent:  # what waits goes to the store; recurrent state cannot
-            for seq_id, live in list(self._live.items()):
-                if seq_id not in feeds:
-                    self._forget(seq_id, live)
+    def _make_way(self, plan: StepPlan) -> set[SeqId]:
+        """Take rows out of the batch that this step does not feed as the batch is fed: one token, for output.
 
-    def _goes_on(self, feeds: Mapping[SeqId, ScheduledSequence], ahead: Ahead) -> bool:
-        """Whether the step wants what was started ahead: rows may have left the batch, none joins it."""
-        rows = set(self._batch.ids)
-        if any(seq_id not in rows for seq_id in feeds):
-            return False
-        for row, seq_id in enumerate(self._batch.ids):
+        Gives the sequences that stay in it. What was started ahead is taken back unless it is what they want and nobody
+        joins; rows may leave.
+        """
+        feeds = {item.seq_id: item for item in plan.sequences}
+        batch, ahead = self._batch, self._ahead
+        keep, apart, as_started = [], [], True
+        for row, (seq_id, length) in enumerate(zip(batch.ids, batch.lengths, strict=True)):
+            if seq_id not in self._live:
+                continue
             item = feeds.get(seq_id)
-            if item is None:
-                if seq_id in self._live:
-                    return False
-            elif (item.tokens, item.want, item.start) != ((ahead.fed[row],), Want.ARGMAX, self._batch.lengths[row]):
-                return False
-        return True
+            if item is None or not _goes_on(item, length):
+                apart.append(row)
+                continue
+            keep.append(row)
+            if ahead is not None and (item.tokens[0] != ahead.fed[row] or item.want is not Want.ARGMAX):
+                as_started = False
+        if ahead is not None and (apart or not as_started or len(keep) < len(feeds)):
+            batch.take_back()
+            self._ahead = ahead = None
+        if not self._spec.recurrent:  # what waits goes to the store; recurrent state cannot
+            self._forget([seq_id for seq_id in self._live if seq_id not in feeds])
+        for row in apart:
+            live = self._live.get(batch.ids[row])
+            if live is not None:
+                live.alone = batch.alone(row)
+        if ahead is not None and len(keep) < len(batch):
+            self._ahead = ahead.of(keep) if keep else None
+        batch.keep(keep)
+        return set(batch.ids)
 
     def _admit(self, item: ScheduledSequence) -> None:
         """See to it that the sequence has rows with its positions below `start`."""
@@ -224,7 +216,7 @@ class MLXRunner:
             length = self._length(item.seq_id, live)
             if length == item.start and item.load is None:
                 return
-            self._flush(item.seq_id, live)
+            self._flush([item.seq_id])
         for block in set(item.block_table[: -(-item.start // self._spec.block_size)]):
             self._flush_owner(block)
         caches = self._assembled(item)
@@ -258,37 +250,35 @@ class MLXRunner:
                 leaf.state = keys[:, :, -held:], values[:, :, -held:], item.start, 0, window, held
         return caches
 
-    def _claim(self, item: ScheduledSequence, chain: int) -> None:
-        """Note that the blocks this item writes are its own from the first fed slot on."""
+    def _claim(self, plan: StepPlan) -> None:
+        """Note that the blocks which each item writes are its own from the first fed slot on."""
         size = self._spec.block_size
-        live = self._live[item.seq_id]
-        live.table = item.block_table
-        first, slot = divmod(item.start, size)
-        last = (item.start + len(item.tokens) + chain - 2) // size
-        if last >= len(item.block_table):
-            raise RunnerError(f"sequence {item.seq_id} feeds past its block table", value=last, limit=len(live.table))
-        for index in range(first, last + 1):
-            block = item.block_table[index]
-            if self._owner.get(block) != item.seq_id:
-                self._owner[block] = item.seq_id
-                self._store.truncate(block, slot if index == first else 0)
+        for item in plan.sequences:
+            table = self._live[item.seq_id].table = item.block_table
+            first, last = item.start // size, (item.start + len(item.tokens) + plan.chain - 2) // size
+            if last >= len(table):
+                raise RunnerError(f"sequence {item.seq_id} feeds past its block table", value=last, limit=len(table))
+            for index in range(first, last + 1):
+                block = table[index]
+                if self._owner.get(block) != item.seq_id:
+                    self._owner[block] = item.seq_id
+                    self._store.truncate(block, item.start % size if index == first else 0)
 
     def _prefill(self, items: Sequence[ScheduledSequence]) -> None:
-        """Feed prompt tokens: all of a sequence that wants nothing, all but the last of one that wants output.
+        """Feed sequences that are not in the batch: all tokens of one that wants nothing, all but the last of others.
 
         Those that want output share a pass when their lengths are alike, and join the batch.
         """
         joining: list[tuple[Rows, Sequence[int]]] = []
         for item in items:
             rows = self._live[item.seq_id].alone
-            if rows is None:
-                continue
+            assert rows is not None  # it is not in the batch
             if item.want is Want.NOTHING:
                 rows.feed(self._model, [item.tokens])
                 self._after_prefill(item, rows)
             else:
                 joining.append((rows, item.tokens[:-1]))
-        for group in alike(joining):
+        for group in alike(joining, lambda pair: len(pair[1])):
             rows = group[0][0]
             rows.join([other for other, _ in group[1:]])
             for seq_id in rows.ids:
@@ -330,11 +320,8 @@ class MLXRunner:
         self._batch.ahead = 0 if following is None else 1
         self._ahead = None if following is None else Ahead(tokens[-1], following[0], following[1])
         self._store_old(self._batch.ids)
-        argmax = {
-            item.seq_id: tuple(step[row] for step in tokens)
-            for row, item in enumerate(ordered)
-            if item.want is Want.ARGMAX
-        }
+        written = zip(ordered, zip(*tokens, strict=True), strict=True)
+        argmax = {item.seq_id: chain_of for item, chain_of in written if item.want is Want.ARGMAX}
         return StepOutput(argmax, None if wanted is None else np.array(wanted))
 
     def _started(self, fed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -357,42 +344,54 @@ class MLXRunner:
         rows = self._batch if live.alone is None else live.alone
         return rows, rows.ids.index(seq_id)
 
-    def _forget(self, seq_id: SeqId, live: Live) -> None:
-        """Leave a sequence's KV to the store."""
-        self._flush(seq_id, live)
-        del self._live[seq_id]
-        for block in live.table:
-            if self._owner.get(block) == seq_id:
-                del self._owner[block]
+    def _forget(self, seq_ids: Sequence[SeqId]) -> None:
+        """Leave sequences' KV to the store."""
+        self._flush(seq_ids)
+        for seq_id in seq_ids:
+            for block in self._live.pop(seq_id).table:
+                if self._owner.get(block) == seq_id:
+                    del self._owner[block]
 
     def _flush_owner(self, block: BlockId) -> None:
         owner = self._owner.get(block)
-        if owner is None:
-            return
-        live = self._live.get(owner)
-        if live is not None:  # None after a failed pass
-            self._flush(owner, live)
+        if owner is not None and owner in self._live:  # it is not there after a failed pass
+            self._flush([owner])
 
-    def _flush(self, seq_id: SeqId, live: Live) -> None:
-        """Copy what the store lacks of a sequence into it, where its blocks are still its own."""
-        rows, row = self._place(seq_id, live)
-        length = rows.lengths[row]
-        if length == live.stored:
-            return
-        size = self._spec.block_size
-        end = -(-length // size)
-        mine = [self._owner.get(block) == seq_id for block in live.table[:end]]
-        if any(mine[live.stored // size :]):
-            kv = rows.kv(row, live.stored, length)
-            mx.async_eval(kv)
-            self._store.write(live.table, live.stored, kv, mine)
-        live.stored = length
+    def _flush(self, seq_ids: Sequence[SeqId]) -> None:
+        """Copy what the store lacks of sequences into it, where their blocks are still their own.
+
+        Rows that lie together are copied together, a few operations a layer for them all.
+        """
+        together: dict[Rows, list[tuple[int, Part]]] = {}
+        for seq_id in seq_ids:
+            live = self._live[seq_id]
+            rows, row = self._place(seq_id, live)
+            begin, length = live.stored, rows.lengths[row]
+            blocks = live.table[: -(-length // self._spec.block_size)]
+            mine = [self._owner.get(block) == seq_id for block in blocks]
+            if any(mine[begin // self._spec.block_size :]) and begin < length:
+                together.setdefault(rows, []).append((row, Part(live.table, begin, length - begin, mine)))
+            live.stored = length
+        for rows, parts in together.items():
+            for group in self._of_like_length(parts):
+                kv = rows.kv([row for row, _ in group], max(part.count for _, part in group))
+                mx.async_eval(kv)
+                self._store.write(kv, [part for _, part in group])
+
+    def _of_like_length(self, parts: Sequence[tuple[int, Part]]) -> list[list[tuple[int, Part]]]:
+        """Parts that may be copied together: little of the copy is nobody's. Rotating caches give one row at a time."""
+        if self._store_every is not None:
+            return [[part] for part in parts]
+        return alike(parts, lambda part: part[1].count)
 
     def _store_old(self, seq_ids: Sequence[SeqId]) -> None:
         """Before a rotating cache forgets them, store positions that only rows have."""
-        if self._store_every is None:
-            return
-        for seq_id in seq_ids:
-            live = self._live[seq_id]
-            if self._length(seq_id, live) - live.stored >= self._store_every:
-                self._flush(seq_id, live)
+        if self._store_every is not None:
+            lives = [(seq_id, self._live[seq_id]) for seq_id in seq_ids]
+            self._flush([i for i, live in lives if self._length(i, live) - live.stored >= self._store_every])
+
+
+def _goes_on(item: ScheduledSequence, length: int) -> bool:
+    """Whether a row with `length` tokens is fed as a batch is: the next token, for output."""
+    fed = len(item.tokens) == 1 and item.start == length and item.want is not Want.NOTHING
+    return fed and item.load is None and item.save is None
