@@ -44,6 +44,10 @@ class Piece:
         """Where in the row it ends."""
         return self.offset + self.count
 
+    def holds(self, other: Piece) -> bool:
+        """Whether another piece of the same segment lies within this one."""
+        return self.row == other.row and self.offset <= other.offset and other.end <= self.end
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -151,16 +155,20 @@ class BlockStore:
 
     def _compact(self, segment: Segment) -> None:
         """Copy what is left of a segment, neighbours together, and let its arrays go."""
-        held = [piece for block in segment.blocks for piece in self._pieces[block] if piece.segment is segment]
-        copies = []
-        for run in _joined(sorted(held, key=lambda piece: (piece.row, piece.offset)), overlapping=True):
-            kv = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in _of(run)]
-            mx.async_eval(kv)
-            copies.append((run, Segment(kv, 1, run.count)))
+        held = [(piece, block) for block in segment.blocks for piece in self._pieces[block] if piece.segment is segment]
+        held.sort(key=lambda pair: (pair[0].row, pair[0].offset))
+        runs = iter(_joined((piece for piece, _ in held), overlapping=True))
+        moved: dict[Piece, Piece] = {}
+        run = copy = None
+        for piece, block in held:
+            if run is None or copy is None or not run.holds(piece):
+                run = next(runs)
+                copy = _copied(run)
+            copy.live += piece.count
+            copy.blocks.add(block)
+            moved[piece] = Piece(copy, 0, piece.offset - run.offset, piece.count)
         for block in segment.blocks:
-            self._pieces[block] = [
-                _moved(piece, block, copies) if piece.segment is segment else piece for piece in self._pieces[block]
-            ]
+            self._pieces[block] = [moved.get(piece, piece) for piece in self._pieces[block]]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -187,11 +195,7 @@ def _joined(pieces: Iterable[Piece], *, overlapping: bool = False) -> list[Piece
     return joined
 
 
-def _moved(piece: Piece, block: BlockId, copies: Sequence[tuple[Piece, Segment]]) -> Piece:
-    """The same slots in the copy that has them."""
-    for run, segment in copies:
-        if run.row == piece.row and run.offset <= piece.offset and piece.end <= run.end:
-            segment.live += piece.count
-            segment.blocks.add(block)
-            return Piece(segment, 0, piece.offset - run.offset, piece.count)
-    raise AssertionError("every piece is in a run")
+def _copied(piece: Piece) -> Segment:
+    kv = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in _of(piece)]
+    mx.async_eval(kv)
+    return Segment(kv, 1, piece.count)
