@@ -78,6 +78,30 @@ def test_rows_that_join_a_running_batch_copy_it_once(model: Any, monkeypatch: py
     assert batch.lengths == [9, 12, 7, 10, 8]
 
 
+def test_a_row_leaves_without_waiting_for_the_device(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row needs of padding is known on the host; to read it from the device is to wait for the step under way."""
+    lengths = [9, 12, 10, 15]
+    kept = [0, 2]
+    alone = [rows for i, rows in enumerate(fed(model, lengths)) if i in kept]
+    batch, *others = fed(model, lengths)
+    batch.join(others)
+    tolist, reads = mx.array.tolist, []
+    monkeypatch.setattr(mx.array, "tolist", lambda self: reads.append(1) or tolist(self))
+    each = mx.concatenate([rows.step(model, mx.array([3])) for rows in alone])
+    together = batch.step(model, mx.array([3] * 4))[mx.array(kept)]
+    batch.ahead = 1
+    batch.keep(kept)
+    assert max(leaf.size() for leaf in batch.caches) == 10 + 1  # the padding of those that left went with them
+    assert mx.allclose(together, each, atol=1e-4)
+    each = mx.concatenate([rows.step(model, mx.array([4])) for rows in alone])
+    assert mx.allclose(batch.step(model, mx.array([4] * 2)), each, atol=1e-4)
+    batch.take_back()
+    batch.ahead, batch.lengths = 0, [length + 1 for length in batch.lengths]
+    single = batch.alone(1)
+    assert (single.ids, single.lengths, single.padded) == ([2], [11], False)
+    assert not reads
+
+
 def test_prompts_of_one_length_are_never_padded(model: Any) -> None:
     first, *others = fed(model, [0, 0, 0])
     first.join(others)

@@ -110,8 +110,16 @@ class Rows:
         if not self.padded:
             self.caches = [_mapped(cache, lambda leaf: _selected(leaf, chosen)) for cache in self.caches]
             return
-        for cache in self.caches:
-            cache.filter(chosen)
+        held = [length + self.ahead for length in self.lengths]
+        positions, padding = mx.array(held), mx.array([max(held) - count for count in held])
+        for leaf in leaves(self.caches):
+            if type(leaf) is not BatchKVCache or leaf.empty():
+                leaf.filter(chosen)
+                continue
+            # Its own `filter` asks the device how far its rows are padded, layer by layer.
+            keys, values, _, _, longest = leaf.state
+            less = longest - max(held)
+            leaf.state = keys[:, :, less:][chosen], values[:, :, less:][chosen], positions, padding, max(held)
         self._align()
 
     def _align(self) -> None:
@@ -132,12 +140,10 @@ class Rows:
             self.ahead = 0
 
     def alone(self, row: int) -> Rows:
-        """A copy of one row, in plain caches."""
-        if self.padded:
-            caches = [cache.extract(row) for cache in self.caches]
-        else:
-            caches = [_mapped(cache, lambda leaf: _row(leaf, row)) for cache in self.caches]
-        return Rows(caches, [self.ids[row]], [self.lengths[row]])
+        """A copy of one row, in plain caches. Nothing may have been fed ahead."""
+        length = self.lengths[row]
+        caches = [_mapped(cache, lambda leaf: _row(leaf, row, length)) for cache in self.caches]
+        return Rows(caches, [self.ids[row]], [length])
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -246,7 +252,14 @@ def _with_rows(leaf: Any, change: Callable[[mx.array], mx.array]) -> Any:
     return type(leaf).from_state((change(keys), change(values), *rest))
 
 
-def _row(leaf: Any, row: int) -> Any:
+def _row(leaf: Any, row: int, length: int) -> Any:
+    """A plain leaf of one row, which has `length` tokens."""
+    if isinstance(leaf, BatchRotatingKVCache):
+        return leaf.extract(row)
+    if isinstance(leaf, BatchKVCache) and not leaf.empty():  # its own `extract` asks the device how far it is padded
+        pair = leaf.keys_and_values()
+        begin = pair[0].shape[2] - length
+        return KVCache.from_state((*(mx.contiguous(array[row : row + 1, :, begin:]) for array in pair), length))
     return _with_rows(leaf, lambda array: array[row : row + 1])
 
 
