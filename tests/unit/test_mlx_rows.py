@@ -79,7 +79,7 @@ def test_rows_that_join_a_running_batch_copy_it_once(model: Any, monkeypatch: py
 
 
 def test_a_row_leaves_without_waiting_for_the_device(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a row needs of padding is known on the host; to read it from the device is to wait for the step under way."""
+    """How far rows are padded is known on the host; to read it from the device is to wait for the step under way."""
     lengths = [9, 12, 10, 15]
     kept = [0, 2]
     alone = [rows for i, rows in enumerate(fed(model, lengths)) if i in kept]

@@ -185,7 +185,6 @@ class Rows:
         tokens = mx.array([[*chunk, *([0] * (longest - len(chunk)))] for chunk in chunks])
         model(tokens, cache=self.caches)
         if ragged:
-            mx.eval(arrays(self.caches))
             for cache in self.caches:
                 cache.finalize()
         mx.async_eval(arrays(self.caches))
