@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -14,21 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from shoal.errors import RunnerError
 from shoal.models.files import ModelFiles
 from shoal.runners.mlx.loading import Loaded, Precision, leave_thread, read_model, spec_of
+from shoal.runners.mlx.places import Live, Places
 from shoal.runners.mlx.rows import Ahead, Rows, alike, arrays, kv_leaves, state_leaves
-from shoal.runners.mlx.store import BlockStore, Part
-from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
-
-
-@dataclass(slots=True, eq=False)
-class Live:
-    """A sequence whose KV is in rows: `stored` of its positions are in the block store too.
-
-    `alone` holds its row until it is in the batch that decodes.
-    """
-
-    table: tuple[BlockId, ...]
-    stored: int
-    alone: Rows | None = field(default=None)
+from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
 
 class MLXRunner:
@@ -36,8 +23,7 @@ class MLXRunner:
 
     A pass is up to two: the prompt tokens of a step but for the last of each sequence, which fill caches only; then one
     token for every sequence that wants output, all rows at once. KV is copied into blocks when its sequence leaves or
-    another one reads it. Invariant: `_owner[block]` is the one sequence that may still have slots of the block that are
-    not in the store. All calls must come from the thread that made the runner.
+    another one reads it. All calls must come from the thread that made the runner.
     """
 
     def __init__(self, loaded: Loaded, spec: ModelSpec) -> None:
@@ -45,9 +31,6 @@ class MLXRunner:
         self._spec = spec
         self._model: Any = loaded.model
         self._thread = threading.get_ident()
-        self._store = BlockStore(spec.block_size)
-        self._owner: dict[BlockId, SeqId] = {}
-        self._live: dict[SeqId, Live] = {}
         self._batch = Rows([], [], [])
         self._wired_before: int | None = None
         self._ahead: Ahead | None = None
@@ -55,7 +38,8 @@ class MLXRunner:
         self._states: dict[int, list[list[mx.array]]] = {}
         # A rotating cache forgets: what is in it must be stored before it is a window old.
         window = loaded.window
-        self._store_every = None if window is None else max(1, min(spec.block_size, window - spec.max_chain))
+        store_every = None if window is None else max(1, min(spec.block_size, window - spec.max_chain))
+        self._places = Places(spec.block_size, store_every)
 
     @classmethod
     def load(
@@ -115,9 +99,7 @@ class MLXRunner:
         try:
             return self._execute(plan)
         except (RuntimeError, ValueError, MemoryError, RunnerError) as error:
-            gone = {item.seq_id for item in plan.sequences} | set(self._batch.ids)
-            for seq_id in gone:
-                self._live.pop(seq_id, None)
+            self._places.lose({item.seq_id for item in plan.sequences} | set(self._batch.ids))
             self._batch, self._ahead = Rows([], [], []), None
             if isinstance(error, RunnerError):
                 raise
@@ -126,8 +108,9 @@ class MLXRunner:
     def release(self, seq_ids: Sequence[SeqId]) -> None:
         """Store what these sequences' rows hold, and drop the rows."""
         self._check_thread()
-        self._forget([seq_id for seq_id in seq_ids if seq_id in self._live])
-        if not any(seq_id in self._live for seq_id in self._batch.ids):
+        live = self._places.live
+        self._places.forget([seq_id for seq_id in seq_ids if seq_id in live])
+        if not any(seq_id in live for seq_id in self._batch.ids):
             self._batch, self._ahead = Rows([], [], []), None
 
     def close(self) -> None:
@@ -137,9 +120,7 @@ class MLXRunner:
             mx.set_wired_limit(self._wired_before)
             self._wired_before = None
         self._model = None
-        self._store.clear()
-        self._owner.clear()
-        self._live.clear()
+        self._places.clear()
         self._states.clear()
         self._batch, self._ahead = Rows([], [], []), None
         mx.clear_cache()
@@ -159,20 +140,18 @@ class MLXRunner:
         if self._model is None:
             raise RunnerError("the runner is closed", hint="load the model again")
         for source, destination in plan.copies:
-            self._flush_owner(source)
-            self._owner.pop(destination, None)
-            self._store.copy(source, destination)
+            self._places.copy(source, destination)
         staying = self._make_way(plan)
         others = [item for item in plan.sequences if item.seq_id not in staying]
         for item in others:
             if item.save is not None and item.want is not Want.NOTHING:
                 raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
             self._admit(item)
-        self._claim(plan)
+        self._places.claim(plan)
         self._prefill(others)
         wanted = [item for item in plan.sequences if item.want is not Want.NOTHING]
         if not wanted:
-            mx.eval([arrays(live.alone.caches) for live in self._live.values() if live.alone is not None])
+            mx.eval([arrays(self._places.live[item.seq_id].rows.caches) for item in plan.sequences])
             return StepOutput({})
         return self._decode(wanted, plan.chain)
 
@@ -183,10 +162,10 @@ class MLXRunner:
         joins; rows may leave.
         """
         feeds = {item.seq_id: item for item in plan.sequences}
-        batch, ahead = self._batch, self._ahead
+        batch, ahead, live = self._batch, self._ahead, self._places.live
         keep, apart, as_started = [], [], True
         for row, (seq_id, length) in enumerate(zip(batch.ids, batch.lengths, strict=True)):
-            if seq_id not in self._live:
+            if seq_id not in live:
                 continue
             item = feeds.get(seq_id)
             if item is None or not _goes_on(item, length):
@@ -199,11 +178,10 @@ class MLXRunner:
             batch.take_back()
             self._ahead = ahead = None
         if not self._spec.recurrent:  # what waits goes to the store; recurrent state cannot
-            self._forget([seq_id for seq_id in self._live if seq_id not in feeds])
+            self._places.forget([seq_id for seq_id in live if seq_id not in feeds])
         for row in apart:
-            live = self._live.get(batch.ids[row])
-            if live is not None:
-                live.alone = batch.alone(row)
+            if batch.ids[row] in live:
+                self._places.settle(batch.alone(row))
         if ahead is not None and len(keep) < len(batch):
             self._ahead = ahead.of(keep) if keep else None
         batch.keep(keep)
@@ -211,17 +189,13 @@ class MLXRunner:
 
     def _admit(self, item: ScheduledSequence) -> None:
         """See to it that the sequence has rows with its positions below `start`."""
-        live = self._live.get(item.seq_id)
-        if live is not None:
-            length = self._length(item.seq_id, live)
-            if length == item.start and item.load is None:
+        places = self._places
+        if item.seq_id in places.live:
+            if places.length(item.seq_id) == item.start and item.load is None:
                 return
-            self._flush([item.seq_id])
-        for block in set(item.block_table[: -(-item.start // self._spec.block_size)]):
-            self._flush_owner(block)
-        caches = self._assembled(item)
-        rows = Rows(caches, [item.seq_id], [item.start])
-        self._live[item.seq_id] = Live(item.block_table, item.start, rows)
+            places.flush([item.seq_id])
+        rows = Rows(self._assembled(item), [item.seq_id], [item.start])
+        places.live[item.seq_id] = Live(item.block_table, item.start, rows)
 
     def _assembled(self, item: ScheduledSequence) -> list[Any]:
         """Fresh caches that hold positions 0 .. start - 1, from blocks and a checkpoint."""
@@ -238,7 +212,7 @@ class MLXRunner:
             for leaf, parts in zip(states, saved, strict=True):
                 leaf.cache = list(parts)
         kv = kv_leaves(caches)
-        parts = self._store.read(item.block_table, item.start) if kv else []
+        parts = self._places.read(item.block_table, item.start) if kv else []
         for i, leaf in enumerate(kv):
             keys = mx.concatenate([part[i][0] for part in parts], axis=2) if len(parts) > 1 else parts[0][i][0]
             values = mx.concatenate([part[i][1] for part in parts], axis=2) if len(parts) > 1 else parts[0][i][1]
@@ -250,20 +224,6 @@ class MLXRunner:
                 leaf.state = keys[:, :, -held:], values[:, :, -held:], item.start, 0, window, held
         return caches
 
-    def _claim(self, plan: StepPlan) -> None:
-        """Note that the blocks which each item writes are its own from the first fed slot on."""
-        size = self._spec.block_size
-        for item in plan.sequences:
-            table = self._live[item.seq_id].table = item.block_table
-            first, last = item.start // size, (item.start + len(item.tokens) + plan.chain - 2) // size
-            if last >= len(table):
-                raise RunnerError(f"sequence {item.seq_id} feeds past its block table", value=last, limit=len(table))
-            for index in range(first, last + 1):
-                block = table[index]
-                if self._owner.get(block) != item.seq_id:
-                    self._owner[block] = item.seq_id
-                    self._store.truncate(block, item.start % size if index == first else 0)
-
     def _prefill(self, items: Sequence[ScheduledSequence]) -> None:
         """Feed sequences that are not in the batch: all tokens of one that wants nothing, all but the last of others.
 
@@ -271,8 +231,7 @@ class MLXRunner:
         """
         joining: list[tuple[Rows, Sequence[int]]] = []
         for item in items:
-            rows = self._live[item.seq_id].alone
-            assert rows is not None  # it is not in the batch
+            rows = self._places.live[item.seq_id].rows
             if item.want is Want.NOTHING:
                 rows.feed(self._model, [item.tokens])
                 self._after_prefill(item, rows)
@@ -281,19 +240,17 @@ class MLXRunner:
         for group in alike(joining, lambda pair: len(pair[1])):
             rows = group[0][0]
             rows.join([other for other, _ in group[1:]])
-            for seq_id in rows.ids:
-                self._live[seq_id].alone = rows
+            self._places.settle(rows)
             if group[0][1]:
                 rows.feed(self._model, [tokens for _, tokens in group])
-                self._store_old(rows.ids)
+                self._places.store_old(rows.ids)
             self._batch.join([rows])
-            for seq_id in rows.ids:
-                self._live[seq_id].alone = None
+        self._places.settle(self._batch)
 
     def _after_prefill(self, item: ScheduledSequence, rows: Rows) -> None:
         if item.save is not None:
             self._states[item.save] = [list(leaf.cache) for leaf in state_leaves(rows.caches)]
-        self._store_old([item.seq_id])
+        self._places.store_old([item.seq_id])
 
     def _decode(self, items: Sequence[ScheduledSequence], chain: int) -> StepOutput:
         """One token for each row, `chain` times; the token fed back stays on the device."""
@@ -319,7 +276,7 @@ class MLXRunner:
         self._batch.lengths = [length + chain for length in self._batch.lengths]
         self._batch.ahead = 0 if following is None else 1
         self._ahead = None if following is None else Ahead(tokens[-1], following[0], following[1])
-        self._store_old(self._batch.ids)
+        self._places.store_old(self._batch.ids)
         written = zip(ordered, zip(*tokens, strict=True), strict=True)
         argmax = {item.seq_id: chain_of for item, chain_of in written if item.want is Want.ARGMAX}
         return StepOutput(argmax, None if wanted is None else np.array(wanted))
@@ -333,62 +290,6 @@ class MLXRunner:
         chosen = mx.where(mx.isfinite(mx.max(logits, axis=-1)), best.astype(mx.int32), -1)
         mx.async_eval(chosen)
         return best, chosen, logits
-
-    # -- between rows and blocks --------------------------------------------------------------------------------
-
-    def _length(self, seq_id: SeqId, live: Live) -> int:
-        rows, row = self._place(seq_id, live)
-        return rows.lengths[row]
-
-    def _place(self, seq_id: SeqId, live: Live) -> tuple[Rows, int]:
-        rows = self._batch if live.alone is None else live.alone
-        return rows, rows.ids.index(seq_id)
-
-    def _forget(self, seq_ids: Sequence[SeqId]) -> None:
-        """Leave sequences' KV to the store."""
-        self._flush(seq_ids)
-        for seq_id in seq_ids:
-            for block in self._live.pop(seq_id).table:
-                if self._owner.get(block) == seq_id:
-                    del self._owner[block]
-
-    def _flush_owner(self, block: BlockId) -> None:
-        owner = self._owner.get(block)
-        if owner is not None and owner in self._live:  # it is not there after a failed pass
-            self._flush([owner])
-
-    def _flush(self, seq_ids: Sequence[SeqId]) -> None:
-        """Copy what the store lacks of sequences into it, where their blocks are still their own.
-
-        Rows that lie together are copied together, a few operations a layer for them all.
-        """
-        together: dict[Rows, list[tuple[int, Part]]] = {}
-        for seq_id in seq_ids:
-            live = self._live[seq_id]
-            rows, row = self._place(seq_id, live)
-            begin, length = live.stored, rows.lengths[row]
-            blocks = live.table[: -(-length // self._spec.block_size)]
-            mine = [self._owner.get(block) == seq_id for block in blocks]
-            if any(mine[begin // self._spec.block_size :]) and begin < length:
-                together.setdefault(rows, []).append((row, Part(live.table, begin, length - begin, mine)))
-            live.stored = length
-        for rows, parts in together.items():
-            for group in self._of_like_length(parts):
-                kv = rows.kv([row for row, _ in group], max(part.count for _, part in group))
-                mx.async_eval(kv)
-                self._store.write(kv, [part for _, part in group])
-
-    def _of_like_length(self, parts: Sequence[tuple[int, Part]]) -> list[list[tuple[int, Part]]]:
-        """Parts that may be copied together: little of the copy is nobody's. Rotating caches give one row at a time."""
-        if self._store_every is not None:
-            return [[part] for part in parts]
-        return alike(parts, lambda part: part[1].count)
-
-    def _store_old(self, seq_ids: Sequence[SeqId]) -> None:
-        """Before a rotating cache forgets them, store positions that only rows have."""
-        if self._store_every is not None:
-            lives = [(seq_id, self._live[seq_id]) for seq_id in seq_ids]
-            self._flush([i for i, live in lives if self._length(i, live) - live.stored >= self._store_every])
 
 
 def _goes_on(item: ScheduledSequence, length: int) -> bool:
