@@ -78,11 +78,14 @@ class Rows:
     def join(self, others: Sequence[Rows]) -> None:
         """Take in the rows of `others`, which are used up; padded ones go first, else the order stays.
 
-        Every array is copied once, however many join: one after the other, the first would be copied for each.
+        All have as many tokens `ahead`. Every array is copied once, however many join: one after the other, the first
+        would be copied for each.
         """
         parts = sorted((part for part in (self, *others) if part.ids), key=lambda part: not part.padded)
         if not parts:
             return
+        self.ahead = parts[0].ahead
+        assert all(part.ahead == self.ahead for part in parts)
         caches = parts[0].caches if len(parts) == 1 else _concatenated_all(parts)
         if caches is not None:
             self.caches, self.padded = caches, parts[0].padded
@@ -140,10 +143,12 @@ class Rows:
             self.ahead = 0
 
     def alone(self, row: int) -> Rows:
-        """A copy of one row, in plain caches. Nothing may have been fed ahead."""
-        length = self.lengths[row]
-        caches = [_mapped(cache, lambda leaf: _row(leaf, row, length)) for cache in self.caches]
-        return Rows(caches, [self.ids[row]], [length])
+        """A copy of one row, in plain caches."""
+        held = self.lengths[row] + self.ahead
+        caches = [_mapped(cache, lambda leaf: _row(leaf, row, held)) for cache in self.caches]
+        copy = Rows(caches, [self.ids[row]], [self.lengths[row]])
+        copy.ahead = self.ahead
+        return copy
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -252,7 +257,7 @@ def _with_rows(leaf: Any, change: Callable[[mx.array], mx.array]) -> Any:
 
 
 def _row(leaf: Any, row: int, length: int) -> Any:
-    """A plain leaf of one row, which has `length` tokens."""
+    """A plain leaf of one row, in which `length` tokens are."""
     if isinstance(leaf, BatchRotatingKVCache):
         return leaf.extract(row)
     if isinstance(leaf, BatchKVCache) and not leaf.empty():  # its own `extract` asks the device how far it is padded

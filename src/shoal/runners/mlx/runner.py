@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -148,22 +148,23 @@ class MLXRunner:
                 raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
             self._admit(item)
         self._places.claim(plan)
-        self._prefill(others)
+        joining = self._prefill(others)
         wanted = [item for item in plan.sequences if item.want is not Want.NOTHING]
-        if not wanted:
-            mx.eval([arrays(self._places.live[item.seq_id].rows.caches) for item in plan.sequences])
-            return StepOutput({})
-        return self._decode(wanted, plan.chain)
+        output = self._decode(wanted, plan.chain, joining) if wanted else StepOutput({})
+        chunks = [self._places.live[item.seq_id].rows for item in others if item.want is Want.NOTHING]
+        mx.eval([arrays(rows.caches) for rows in chunks])  # a step is to take the time of all that it computes
+        return output
 
     def _make_way(self, plan: StepPlan) -> set[SeqId]:
         """Take rows out of the batch that this step does not feed as the batch is fed: one token, for output.
 
-        Gives the sequences that stay in it. What was started ahead is taken back unless it is what they want and nobody
-        joins; rows may leave.
+        Gives the sequences that stay in it. What was started ahead is taken back unless it is what they want; rows may
+        leave and join.
         """
         feeds = {item.seq_id: item for item in plan.sequences}
         batch, ahead, live = self._batch, self._ahead, self._places.live
-        keep, apart, as_started = [], [], True
+        keep, apart = [], []
+        as_started = all(item.want in (Want.ARGMAX, Want.NOTHING) for item in plan.sequences)
         for row, (seq_id, length) in enumerate(zip(batch.ids, batch.lengths, strict=True)):
             if seq_id not in live:
                 continue
@@ -172,9 +173,9 @@ class MLXRunner:
                 apart.append(row)
                 continue
             keep.append(row)
-            if ahead is not None and (item.tokens[0] != ahead.fed[row] or item.want is not Want.ARGMAX):
+            if ahead is not None and item.tokens[0] != ahead.fed[row]:
                 as_started = False
-        if ahead is not None and (apart or not as_started or len(keep) < len(feeds)):
+        if ahead is not None and (apart or not as_started):
             batch.take_back()
             self._ahead = ahead = None
         if not self._spec.recurrent:  # what waits goes to the store; recurrent state cannot
@@ -224,12 +225,13 @@ class MLXRunner:
                 leaf.state = keys[:, :, -held:], values[:, :, -held:], item.start, 0, window, held
         return caches
 
-    def _prefill(self, items: Sequence[ScheduledSequence]) -> None:
+    def _prefill(self, items: Sequence[ScheduledSequence]) -> list[Rows]:
         """Feed sequences that are not in the batch: all tokens of one that wants nothing, all but the last of others.
 
-        Those that want output share a pass when their lengths are alike, and join the batch.
+        Those that want output share a pass when their lengths are alike, and are given back: they may join the batch.
         """
         joining: list[tuple[Rows, Sequence[int]]] = []
+        ready = []
         for item in items:
             rows = self._places.live[item.seq_id].rows
             if item.want is Want.NOTHING:
@@ -244,33 +246,28 @@ class MLXRunner:
             if group[0][1]:
                 rows.feed(self._model, [tokens for _, tokens in group])
                 self._places.store_old(rows.ids)
-            self._batch.join([rows])
-        self._places.settle(self._batch)
+            ready.append(rows)
+        return ready
 
     def _after_prefill(self, item: ScheduledSequence, rows: Rows) -> None:
         if item.save is not None:
             self._states[item.save] = [list(leaf.cache) for leaf in state_leaves(rows.caches)]
         self._places.store_old([item.seq_id])
 
-    def _decode(self, items: Sequence[ScheduledSequence], chain: int) -> StepOutput:
+    def _decode(self, items: Sequence[ScheduledSequence], chain: int, joining: Sequence[Rows]) -> StepOutput:
         """One token for each row, `chain` times; the token fed back stays on the device."""
-        by_id = {item.seq_id: item for item in items}
-        ordered = [by_id[seq_id] for seq_id in self._batch.ids]
         if chain > 1 and any(item.want is not Want.ARGMAX or len(item.tokens) > 1 for item in items):
             raise RunnerError("a chained step feeds one token per sequence and wants the arg-max", value=chain)
-        chosen: list[mx.array] = []
-        wanted, rows = None, [self._batch.ids.index(item.seq_id) for item in items if item.want is Want.LOGITS]
-        if self._ahead is not None:
-            best = self._ahead.best
-            chosen.append(self._ahead.chosen)
-        else:
-            best, given, logits = self._started(mx.array([item.tokens[-1] for item in ordered]))
-            chosen.append(given)
-            wanted = logits[mx.array(rows)].astype(mx.float32) if rows else None
+        by_id = {item.seq_id: item for item in items}
+        best, given, logits = self._first(by_id, joining)
+        ordered = [by_id[seq_id] for seq_id in self._batch.ids]
+        rows = [self._batch.ids.index(item.seq_id) for item in items if item.want is Want.LOGITS]
+        wanted = logits[mx.array(rows)].astype(mx.float32) if rows and logits is not None else None
+        chosen = [given]
         while len(chosen) < chain:
-            best, given, _ = self._started(best)
+            best, given, _ = self._started(self._batch, best)
             chosen.append(given)
-        following = self._started(best) if self._may_run_ahead and not rows else None
+        following = self._started(self._batch, best) if self._may_run_ahead and not rows else None
         mx.eval(chosen, wanted)
         tokens = [step.tolist() for step in chosen]
         self._batch.lengths = [length + chain for length in self._batch.lengths]
@@ -281,11 +278,35 @@ class MLXRunner:
         argmax = {item.seq_id: chain_of for item, chain_of in written if item.want is Want.ARGMAX}
         return StepOutput(argmax, None if wanted is None else np.array(wanted))
 
-    def _started(self, fed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Start a step of the batch, one token a row; gives the best tokens to feed, the same with -1 where the logits
+    def _first(
+        self, items: Mapping[SeqId, ScheduledSequence], joining: Sequence[Rows]
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
+        """The next step of the batch and of those who join it, which are in it afterwards; what `_started` gives.
+
+        What was started ahead is that step; who joins then takes it alone, and there are no logits.
+        """
+        batch, ahead = self._batch, self._ahead
+        if ahead is None:
+            batch.join(joining)
+            self._places.settle(batch)
+            return self._started(batch, mx.array([items[seq_id].tokens[-1] for seq_id in batch.ids]))
+        if not joining:
+            return ahead.best, ahead.chosen, None
+        new, *others = joining
+        new.join(others)
+        best, chosen, _ = self._started(new, mx.array([items[seq_id].tokens[-1] for seq_id in new.ids]))
+        new.ahead = batch.ahead  # now both have a token more than their lengths say
+        order = [*batch.ids, *new.ids]
+        batch.join([new])
+        self._places.settle(batch)
+        rows = mx.array([order.index(seq_id) for seq_id in batch.ids])
+        return mx.concatenate([ahead.best, best])[rows], mx.concatenate([ahead.chosen, chosen])[rows], None
+
+    def _started(self, rows: Rows, fed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Start a step of these rows, one token each; gives the best tokens to feed, the same with -1 where the logits
         are not finite, and the logits [B, V]. None of it has been waited for.
         """
-        logits = self._batch.step(self._model, fed)
+        logits = rows.step(self._model, fed)
         best = mx.argmax(logits, axis=-1)
         chosen = mx.where(mx.isfinite(mx.max(logits, axis=-1)), best.astype(mx.int32), -1)
         mx.async_eval(chosen)
