@@ -29,9 +29,9 @@ def made(table: Sequence[int], *values: int) -> Any:
 
 
 def write(store: Any, table: Sequence[int], begin: int, *values: int, mine: Sequence[bool] | None = None) -> None:
-    from shoal.runners.mlx.store import Part
+    from shoal.runners.mlx.store import RowSpan
 
-    store.write(kv(values), [Part(table, begin, len(values), mine or [True] * len(table))])
+    store.write(kv(values), [RowSpan(table, begin, len(values), mine or [True] * len(table))])
 
 
 def read(store: Any, table: Sequence[int], end: int) -> list[int]:
@@ -83,23 +83,23 @@ def test_a_segment_mostly_gone_is_cut_down() -> None:
 
 
 def test_rows_copied_together_end_together() -> None:
-    from shoal.runners.mlx.store import BlockStore, Part
+    from shoal.runners.mlx.store import BlockStore, RowSpan
 
     store = BlockStore(SIZE)
     write(store, (1,), 0, 9, 9)
-    parts = [Part((1, 2), 2, 3, [True, True]), Part((3, 4), 0, 5, [True, True])]
+    parts = [RowSpan((1, 2), 2, 3, [True, True]), RowSpan((3, 4), 0, 5, [True, True])]
     store.write(kv(range(20, 23), range(30, 35)), parts)
     assert read(store, (1, 2), 5) == [9, 9, 20, 21, 22]
     assert read(store, (3, 4), 5) == [30, 31, 32, 33, 34]
 
 
 def test_what_is_left_of_rows_is_copied_run_by_run() -> None:
-    from shoal.runners.mlx.store import BlockStore, Part
+    from shoal.runners.mlx.store import BlockStore, RowSpan
 
     store = BlockStore(SIZE)
     tables = [tuple(range(10 * row, 10 * row + 4)) for row in range(3)]
     store.write(
-        kv(*(range(100 * row, 100 * row + 16) for row in range(3))), [Part(t, 0, 16, [True] * 4) for t in tables]
+        kv(*(range(100 * row, 100 * row + 16) for row in range(3))), [RowSpan(t, 0, 16, [True] * 4) for t in tables]
     )
     store.copy(1, 40)  # slots that two blocks have
     for block in (0, *tables[1], *tables[2][:3]):

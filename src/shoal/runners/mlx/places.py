@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from shoal.errors import RunnerError
 from shoal.runners.mlx.rows import Rows, alike
-from shoal.runners.mlx.store import KV, BlockStore, Part
+from shoal.runners.mlx.store import KV, BlockStore, RowSpan
 from shoal.runners.plan import BlockId, SeqId, StepPlan
 
 
@@ -95,7 +95,7 @@ class Places:
 
         Rows that lie together are copied together, a few operations a layer for them all.
         """
-        together: dict[Rows, list[tuple[int, Part]]] = {}
+        together: dict[Rows, list[tuple[int, RowSpan]]] = {}
         for seq_id in seq_ids:
             live = self.live[seq_id]
             row = live.rows.ids.index(seq_id)
@@ -103,7 +103,7 @@ class Places:
             blocks = live.table[: -(-length // self._block_size)]
             mine = [self._owner.get(block) == seq_id for block in blocks]
             if any(mine[begin // self._block_size :]) and begin < length:
-                together.setdefault(live.rows, []).append((row, Part(live.table, begin, length - begin, mine)))
+                together.setdefault(live.rows, []).append((row, RowSpan(live.table, begin, length - begin, mine)))
             live.stored = length
         for rows, parts in together.items():
             for group in self._of_like_length(parts):
@@ -117,7 +117,7 @@ class Places:
         if every is not None:
             self.flush([i for i in seq_ids if self.length(i) - self.live[i].stored >= every])
 
-    def _of_like_length(self, parts: Sequence[tuple[int, Part]]) -> list[list[tuple[int, Part]]]:
+    def _of_like_length(self, parts: Sequence[tuple[int, RowSpan]]) -> list[list[tuple[int, RowSpan]]]:
         """Parts that may be copied together: little of the copy is nobody's. Rotating caches give one row at a time."""
         if self._store_every is not None:
             return [[part] for part in parts]

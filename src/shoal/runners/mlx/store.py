@@ -50,7 +50,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowSpan:
     """What one row of a copy is: positions `begin` .. `begin + count - 1` along a table; `mine[i]`: its block i's."""
 
     table: Sequence[BlockId]
@@ -99,7 +99,7 @@ class BlockStore:
         if gone:
             piece.segment.blocks.discard(block)
 
-    def write(self, kv: KV, parts: Sequence[Part]) -> None:
+    def write(self, kv: KV, parts: Sequence[RowSpan]) -> None:
         """Note KV, block by block: row i is `parts[i]`, whose last position is the row's last."""
         if not kv:
             return
