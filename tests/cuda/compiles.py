@@ -22,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.runners.cuda import (
     attention,
+    choices,
     delta,
     kernels,
     kernels_attention,
@@ -31,16 +32,17 @@ from shoal.runners.cuda import (
     kernels_many,
     kernels_mixture,
     kernels_recurrent,
+    kernels_sampling,
     mixtures,
     products,
     step,
 )
 from shoal.runners.cuda.backend import load_decoder
-from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.runners.plan import Draw, ScheduledSequence, StepPlan, Want
 from tests.cuda.tiny import prompts, tiny_decoder
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int16: "i16"}
-TYPES |= {torch.int8: "i8"}
+TYPES |= {torch.int8: "i8", torch.float64: "fp64"}
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """The most shared memory of one program, in bytes, by compute capability."""
 
@@ -130,6 +132,8 @@ def compile_all(arch: int) -> Counter[str]:
     vars(attention)["runs_many"] = lambda device: arch == 90
     vars(attention)["runs_few"] = lambda device, form: True
     vars(delta)["kr"] = View(kernels_recurrent, target, counts)
+    vars(choices)["ks"] = View(kernels_sampling, target, counts)
+    choices.DeviceRows(torch.zeros(2, 300), {1: 0}).draw({1: Draw(1.0, 0.0, 0.5)})
     vars(mixtures)["km"] = View(kernels_mixture, target, counts)
     for form in FORMS:
         form = {"layers": 2, "width": 256, "vocab": 300, "ff": 256, **form}

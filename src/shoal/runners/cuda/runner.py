@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shoal.errors import RunnerError
 from shoal.runners.cuda.access import DeviceBlocks
 from shoal.runners.cuda.ahead import StepAhead, room_of
-from shoal.runners.cuda.choices import largest, until_invalid
+from shoal.runners.cuda.choices import DeviceRows, largest, until_invalid
 from shoal.runners.cuda.model import DeviceModel
 from shoal.runners.cuda.states import States
 from shoal.runners.cuda.step import BLOCK, SPLIT, UPDATES, Shape, Step, readers_at_once, tile_tokens
@@ -174,7 +174,7 @@ class CUDARunner:
             fed=bucket(sum(len(s.tokens) for s in fed), least=16),
             tiles=bucket(tiles, least=4),
             wanted=bucket(wanted),
-            logits=any(s.want in (Want.LOGITS, Want.TOP) for s in plan.sequences),
+            logits=any(s.want in (Want.LOGITS, Want.TOP, Want.DRAW) for s in plan.sequences),
             feeds=bool(lone) and not fed and all(s.want is Want.ARGMAX for s in lone),
             runs=0 if self._states is None else bucket(len(lone)) + bucket(tiles, least=4),
         )
@@ -338,7 +338,8 @@ class CUDARunner:
                 first = at[s.seq_id]
                 found = [link[first] for link in tokens] if s.rows == 1 else tokens[0][first : first + s.rows]
                 argmax[s.seq_id] = until_invalid(found)
-        return StepOutput(argmax, logits, top)
+        drawing = {s.seq_id: at[s.seq_id] for s in plan.sequences if s.want is Want.DRAW}
+        return StepOutput(argmax, logits, top, rows=DeviceRows(device, drawing) if drawing else None)
 
     # -- one step ahead -----------------------------------------------------------------------------------------
 
