@@ -35,6 +35,7 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]
         yield "products_wrong", checks.check_products
         yield "tiny", checks.check_tiny
         yield "ahead_equal", checks.check_ahead
+        yield "draws", checks.check_draws
     rate = speed.memory_rate()
     yield "memory_rate", lambda: rate
     decoder = qwen3_shape()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from gpu_common import plan_of, runner_of, seq
@@ -46,10 +47,10 @@ def check_products() -> list[str]:
         for n, size in ((640, 512), (96, 2304), (96, 1024), (64, 2048), (64, 3072), (64, 9728)):
             weight = random_weight(form, n, size)
             matrix = stacked([weight], torch.device("cuda"))[0]
-            x = torch.randn(600, size, device="cuda").bfloat16()
+            x = torch.randn(2048, size, device="cuda").bfloat16()
             exact = x[0].float() @ torch.from_numpy(weight.values()).cuda().bfloat16().float().T
             base = None
-            for rows in (1, 2, 16, 17, 33, 600):
+            for rows in (1, 2, 16, 17, 33, 600, 2048):
                 out = torch.zeros(rows, n, device="cuda")
                 product(x, matrix, out, k.SUMS, rows, split=False)
                 sums = out[0]
@@ -58,6 +59,42 @@ def check_products() -> list[str]:
                 if not torch.equal(sums, base) or error > 1e-5:
                     wrong.append(f"{form} {n}x{size} rows {rows}: {error:.1e}, {torch.equal(sums, base)}")
     return wrong
+
+
+def check_draws() -> dict[str, Any]:
+    """Tokens drawn on the device from rows of a real vocabulary's size, and how many of them are not the sampler's."""
+    import numpy as np
+    import torch
+
+    from shoal.runners.cuda.choices import DeviceRows
+    from shoal.runners.plan import Draw
+    from shoal.sampling.sampler import SamplerState, inverse, sample
+    from shoal.types import SamplingParams
+
+    rng, count, vocabulary = np.random.default_rng(1), 256, 151_936
+    found: dict[str, Any] = {}
+    for spread in (1.0, 3.0, 6.0):
+        rows = rng.normal(0, spread, (count, vocabulary)).astype(np.float32)
+        states, draws = [], {}
+        for i in range(count):
+            params = SamplingParams(temperature=(0.3, 0.7, 1.0, 1.5)[i % 4], min_p=0.01 if i % 3 == 0 else 0.0)
+            states.append(SamplerState(params, seed=i, vocab_size=vocabulary))
+            draws[i] = Draw(float(inverse(params.temperature)), params.min_p, states[i].next_uniform())
+        held = DeviceRows(torch.from_numpy(rows).cuda(), {i: i for i in range(count)})
+        expected, _ = sample(rows, states)
+        held.draw(draws)
+        begin = time.perf_counter()
+        drawn = held.draw(draws)
+        took = time.perf_counter() - begin
+        told = {i: token for i, token in drawn.items() if isinstance(token, int)}
+        wrong = sum(token != expected[i] for i, token in told.items())
+        found[f"logits of spread {spread}"] = {
+            "told": len(told),
+            "of": count,
+            "wrong": wrong,
+            "ms": round(took * 1e3, 2),
+        }
+    return found
 
 
 def check_tiny() -> list[dict[str, Any]]:

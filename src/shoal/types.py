@@ -187,6 +187,12 @@ class SamplingParams:
         return self.top_k if alone else 0
 
     @property
+    def draws(self) -> bool:
+        """True when a token is drawn from all raw logits by temperature, min-p and seed alone."""
+        alone = self.temperature > 0 and not self.shapes_logits and self.logprobs is None
+        return alone and self.top_k == 0 and self.top_p == 1.0
+
+    @property
     def shapes_logits(self) -> bool:
         """True when penalties, biases, a grammar or a minimum length change the logits before the choice."""
         return (

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import RunnerError
 from shoal.runners.base import BlockAccess, Runner
-from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.runners.plan import Draw, ScheduledSequence, StepPlan, Want
 
 Row = NDArray[np.float32]
 
@@ -322,6 +322,28 @@ def test_the_best_few_are_those_of_the_logits(bench: Bench) -> None:
         if bench.runner.spec.exact:
             assert np.array_equal(ids, expected)
             assert logits.tobytes() == row[expected].tobytes()
+
+
+def test_a_drawn_token_is_the_samplers(bench: Bench) -> None:
+    if not bench.runner.spec.draws:
+        pytest.skip("this runner gives all logits to draw from")
+    prompts = [bench.tokens(n) for n in (3, 40, 7, 12)]
+    items = [bench.item(p, 0, bench.table(len(p)), Want.DRAW) for p in prompts]
+    other = bench.item(prompts[0], 0, bench.table(3))
+    output = bench.runner.execute(StepPlan(1, (*items, other)))
+    assert output.rows is not None
+    assert output.logits is not None
+    assert len(output.logits) == 1
+    draws = {item.seq_id: Draw(2.0, 0.0, (0.5 + i) / len(items)) for i, item in enumerate(items)}
+    found = output.rows.draw(draws)
+    for item, prompt in zip(items, prompts, strict=True):
+        row, drawn = bench.whole(prompt), found[item.seq_id]
+        if not isinstance(drawn, int):  # it could not tell: the sampler does
+            assert bench.same(drawn, row)
+            continue
+        weights = np.exp((row.astype(np.float64) - row.max()) * 2.0)
+        expected = int(weights.cumsum().searchsorted(draws[item.seq_id].number * weights.sum(), side="right"))
+        assert drawn == expected or not bench.runner.spec.exact
 
 
 def test_logits_may_be_written_to(bench: Bench) -> None:

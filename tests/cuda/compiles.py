@@ -18,26 +18,31 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.runners.cuda import (
     attention,
+    choices,
     delta,
     kernels,
     kernels_attention,
     kernels_attention_few,
+    kernels_attention_many,
     kernels_few,
+    kernels_many,
     kernels_mixture,
     kernels_recurrent,
+    kernels_sampling,
     mixtures,
     products,
     step,
 )
 from shoal.runners.cuda.backend import load_decoder
-from shoal.runners.plan import ScheduledSequence, StepPlan, Want
+from shoal.runners.plan import Draw, ScheduledSequence, StepPlan, Want
 from tests.cuda.tiny import prompts, tiny_decoder
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int16: "i16"}
-TYPES |= {torch.int8: "i8"}
+TYPES |= {torch.int8: "i8", torch.float64: "fp64"}
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """The most shared memory of one program, in bytes, by compute capability."""
 
@@ -91,6 +96,8 @@ class Compiled:
     def type_of(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return f"*{TYPES[value.dtype]}"
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
         return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -116,11 +123,17 @@ def compile_all(arch: int) -> Counter[str]:
     for launcher in (step, products, mixtures):
         vars(launcher)["k"] = view
     vars(products)["kf"] = View(kernels_few, target, counts)
+    vars(products)["km"] = View(kernels_many, target, counts)
+    vars(products)["runs_many"] = lambda device: arch == 90
     vars(products)["runs_few"] = lambda device, form: form == 0 or arch == 90
     vars(attention)["ka"] = View(kernels_attention, target, counts)
     vars(attention)["kaf"] = View(kernels_attention_few, target, counts)
+    vars(attention)["kam"] = View(kernels_attention_many, target, counts)
+    vars(attention)["runs_many"] = lambda device: arch == 90
     vars(attention)["runs_few"] = lambda device, form: True
     vars(delta)["kr"] = View(kernels_recurrent, target, counts)
+    vars(choices)["ks"] = View(kernels_sampling, target, counts)
+    choices.DeviceRows(torch.zeros(2, 300), {1: 0}).draw({1: Draw(1.0, 0.0, 0.5)})
     vars(mixtures)["km"] = View(kernels_mixture, target, counts)
     for form in FORMS:
         form = {"layers": 2, "width": 256, "vocab": 300, "ff": 256, **form}
@@ -146,11 +159,13 @@ def compile_all(arch: int) -> Counter[str]:
 
 
 def batches() -> list[list[Any]]:
-    """A prompt, one row, many rows over a long trunk that they share."""
-    prompt, table = prompts(1, [300])[0], tuple(range(10))
+    """A long prompt, a short one, one row, many rows over a trunk that they share, and many with nothing shared."""
+    prompt, table = prompts(1, [600])[0], tuple(range(19))
     lone = ScheduledSequence(1, prompt[:1], 300, table, Want.ARGMAX)
     many = [lone._replace(seq_id=10 + i, start=290, load=0) for i in range(100)]
-    return [[ScheduledSequence(1, prompt, 0, table, Want.LOGITS)], [lone], many]
+    apart = [row._replace(block_table=tuple((7 * i + j) % 40 for j in range(10))) for i, row in enumerate(many)]
+    whole = ScheduledSequence(1, prompt, 0, table, Want.LOGITS)
+    return [[whole], [whole._replace(tokens=prompt[:300])], [lone], many, apart]
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ class Watched:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.spec: ModelSpec = replace(runner.spec, max_top=0)
+        self.spec: ModelSpec = replace(runner.spec, max_top=0, draws=False)
         self.peak_bytes: int | None = None
         self.access: BlockAccess | None = runner.access
         self.tokens: dict[SeqId, list[int]] = {}

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from shoal import __version__
 from shoal.agents.cards import CardState
 from shoal.agents.swarm import SPECIALISTS, Swarm
+from shoal.bench.systems import KINDS
 from shoal.cli import options
 from shoal.cli.console import describe, human_bytes, printable
 from shoal.cli.main import app
@@ -42,6 +43,12 @@ def shoal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shoal:
         return CliRunner().invoke(app, arguments, input=stdin)
 
     return run
+
+
+def test_the_help_of_bench_names_each_peer(shoal: Shoal) -> None:
+    text = " ".join(shoal("bench", "--help").stdout.replace("│", " ").split())
+    named = text.partition("Peers, by commas: ")[2].partition(";")[0].split(", ")
+    assert sorted(named) == sorted(name for name, kind in KINDS.items() if kind.peer)
 
 
 def test_help_and_version(shoal: Shoal) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from shoal.engine.inputs import InputProcessor
 from shoal.engine.loop import StepLoop
 from shoal.errors import InvalidRequestError
 from shoal.runners.fake import FakeRunner
-from shoal.runners.plan import Want
+from shoal.runners.plan import Draw, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.sampler import INVALID_TOKEN, SamplerState, sample, sample_top, uniform
 from shoal.types import Event, Request, SamplingParams
 
@@ -355,6 +357,69 @@ def test_requests_get_the_same_tokens_from_a_few_logits_as_from_all(poisoned: bo
         outcomes.append({name: (result.tokens, result.finish_reason) for name, result in sorted(results.items())})
     assert outcomes[0] == outcomes[1]
     assert (outcomes[0]["r1"][1] == "error") == poisoned
+
+
+class Held(FakeRunner):
+    """A runner that draws: for sequences of odd ids it names tokens, of the others it gives the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(self.spec, draws=True)
+        self.drawn: list[SeqId] = []
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """DRAW as LOGITS, kept back."""
+        drawing = [item.seq_id for item in plan.sequences if item.want is Want.DRAW]
+        items = [i._replace(want=Want.LOGITS) if i.want is Want.DRAW else i for i in plan.sequences]
+        output = super().execute(StepPlan(plan.step, tuple(items), plan.copies))
+        assert all(item.want is not Want.LOGITS for item in plan.sequences), "whole rows were asked for"
+        if output.logits is None:
+            return output
+        self._rows = dict(zip(drawing, output.logits, strict=True))
+        return replace(output, logits=None, rows=self)
+
+    def draw(self, draws: Mapping[SeqId, Draw]) -> Mapping[SeqId, int | NDArray[np.float32]]:
+        """See `HeldRows`."""
+        found: dict[SeqId, int | NDArray[np.float32]] = {}
+        for seq_id, (scale, min_p, number) in draws.items():
+            row = self._rows[seq_id].astype(np.float64)
+            found[seq_id] = self._rows[seq_id]
+            if not np.isfinite(row.max()):
+                found[seq_id] = -1
+            elif seq_id % 2:
+                weights = np.exp((row - row.max()) * scale)
+                weights[weights < min_p] = 0
+                running = weights.cumsum()
+                found[seq_id] = int(running.searchsorted(number * running[-1], side="right"))
+                self.drawn.append(seq_id)
+        return found
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_requests_get_the_same_tokens_from_a_runner_that_draws(poisoned: bool) -> None:
+    outcomes = []
+    for runner in (FakeRunner(), Held()):
+        loop = StepLoop(runner, InputProcessor(runner.spec, None, 0), EngineConfig())
+        ends: list[Event] = []
+        for seed, (temperature, min_p) in enumerate(((0.7, 0.0), (1.0, 0.0), (1.5, 0.05), (0.9, 0.0))):
+            sampling = SamplingParams(max_tokens=20, temperature=temperature, min_p=min_p, seed=seed, ignore_eos=True)
+            loop.add(f"r{seed}", loop.inputs.prepare(Request(prompt_tokens=[5, 6, 7], sampling=sampling)), ends.append)
+        if poisoned:
+            runner.nan_for.add(2)
+        while not loop.idle:
+            loop.step()
+        results = {event.request_id: event.result for event in ends if event.result is not None}
+        outcomes.append({name: (result.tokens, result.finish_reason) for name, result in sorted(results.items())})
+        if isinstance(runner, Held):
+            assert len(runner.drawn) >= 20
+    assert outcomes[0] == outcomes[1]
+    assert "error" in {reason for _, reason in outcomes[0].values()} or not poisoned
+
+
+def test_what_is_drawn_by_temperature_alone() -> None:
+    assert SamplingParams(temperature=0.5, min_p=0.1).draws
+    for other in ({"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"logprobs": 1}, {"presence_penalty": 0.5}):
+        assert not SamplingParams(**({"temperature": 1.0} | other)).draws
 
 
 def test_every_step_of_a_top_k_request_asks_for_a_few_logits_only() -> None:

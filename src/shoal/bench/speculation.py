@@ -114,7 +114,7 @@ class Forced:
                 self._whole[item.seq_id] = (*prompt, *self.texts[prompt])
             whole, end = self._whole[item.seq_id], item.start + len(item.tokens)
             argmax[item.seq_id] = tuple(whole[end - item.rows + 1 : end + 1])
-        return StepOutput(argmax, output.logits, output.top)
+        return StepOutput(argmax, output.logits, output.top, rows=output.rows)
 
     def release(self, seq_ids: Sequence[SeqId]) -> None:
         """Forget these sequences."""

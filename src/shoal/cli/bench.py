@@ -43,7 +43,8 @@ def bench(
     peers: Annotated[
         str | None,
         typer.Option(
-            help='Peers, by commas: llama, llama@q8, shoal@q4_k_m, ik, genai, url=http://HOST/v1; "" for none.'
+            help="Peers, by commas: llama, llama-server, ik, genai, mlx; llama@q8, shoal@q4_k_m, url=http://HOST/v1; "
+            '"" for none.'
         ),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,

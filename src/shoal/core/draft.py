@@ -319,7 +319,7 @@ class Drafter:
             spare -= seq.ready - have
             item = planned[place]
             tokens = (*item.tokens, *draft.source.tokens[draft.at : draft.at + count])
-            want, top = (Want.LOGITS, 0) if item.want is Want.TOP else (item.want, item.top)
+            want, top = (Want.LOGITS, 0) if item.want in (Want.TOP, Want.DRAW) else (item.want, item.top)
             rows = len(tokens)
             planned[place] = ScheduledSequence(
                 item.seq_id, tokens, item.start, seq.table, want, rows, None, None, top, rows, seq.window_table

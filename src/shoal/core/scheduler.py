@@ -173,6 +173,8 @@ class Scheduler:
         """What the next token of a request is chosen from, and for TOP how many logits."""
         if sampling.greedy:
             return Want.ARGMAX, 0
+        if self.spec.draws and sampling.draws:
+            return Want.DRAW, 0
         most = min(self.spec.max_top, self.spec.vocab_size - 1)
         return (Want.TOP, sampling.top) if 0 < sampling.top <= most else (Want.LOGITS, 0)
 

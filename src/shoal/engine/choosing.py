@@ -17,9 +17,9 @@ from shoal.core.commands import Abort, Fail, JudgedTokens
 from shoal.core.stop import StopChecker
 from shoal.engine.inflight import RequestState
 from shoal.errors import RunnerError, ShoalError
-from shoal.runners.plan import ScheduledSequence, SeqId, StepOutput, StepPlan, Want
+from shoal.runners.plan import Draw, HeldRows, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 from shoal.sampling.grammar import GrammarCompiler, gave_up
-from shoal.sampling.sampler import INVALID_TOKEN, RowChooser, SamplerState, sample_top, score
+from shoal.sampling.sampler import INVALID_TOKEN, RowChooser, SamplerState, inverse, sample_top, score
 from shoal.types import Event, FinishReason, TokenLogprob
 
 
@@ -118,9 +118,31 @@ class TokenChooser:
                 continue
             state.sampler.accept(token)
             outcomes[seq_id] = state.take((token,))
+        if output.rows is not None:
+            self._draw(plan, output.rows, outcomes, ending)
         if output.logits is not None:
             self._choose_from_rows(plan, output.logits, drafts, outcomes, ending)
         return outcomes, ending
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        rows: HeldRows,
+        outcomes: dict[SeqId, JudgedTokens],
+        ending: list[Abort | Fail],
+    ) -> None:
+        """As `choose`, of the sequences whose rows stay on the device."""
+        drawing = [item.seq_id for item in plan.sequences if item.want is Want.DRAW]
+        found = rows.draw({seq_id: _draw_of(self._states[seq_id].sampler) for seq_id in drawing})
+        for seq_id in drawing:
+            state, token = self._states[seq_id], found[seq_id]
+            if not isinstance(token, int):  # it could not tell
+                token, _ = self._rows.choose(token, state.sampler)
+            if token == INVALID_TOKEN:
+                ending.append(_nothing_to_choose(state))
+                continue
+            state.sampler.accept(token)
+            outcomes[seq_id] = state.take((token,))
 
     def _choose_from_rows(
         self,
@@ -175,6 +197,10 @@ class TokenChooser:
         """Whether the last row of a sequence that wants logits gives its next token: a scored prompt goes on."""
         seq = self._states[item.seq_id].seq
         return item.start + len(item.tokens) >= len(seq.tokens) and seq.writes
+
+
+def _draw_of(sampler: SamplerState) -> Draw:
+    return Draw(float(inverse(sampler.params.temperature)), sampler.params.min_p, sampler.next_uniform())
 
 
 def judged(tokens: tuple[int, ...], checker: StopChecker, text: list[str]) -> JudgedTokens:

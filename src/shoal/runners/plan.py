@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +33,7 @@ class Want(StrEnum):
     ARGMAX = "argmax"  # the most likely token
     LOGITS = "logits"  # all V logits
     TOP = "top"  # the `top` largest logits and their tokens; only up to ModelSpec.max_top
+    DRAW = "draw"  # a token drawn from all logits by `StepOutput.rows`; only where ModelSpec.draws
 
 
 class ScheduledSequence(NamedTuple):
@@ -90,6 +91,27 @@ class StepPlan:
         return sum(len(s.tokens) for s in self.sequences)
 
 
+class Draw(NamedTuple):
+    """How a token is drawn, as `sampling.sampler` defines it for a temperature with min-p and no other filter.
+
+    `scale` multiplies the distance of a logit from the largest one; `min_p` and `number`, in [0, 1), as there.
+    """
+
+    scale: float
+    min_p: float
+    number: float
+
+
+class HeldRows(Protocol):
+    """Rows of logits that stay where they were computed until the runner's next call."""
+
+    def draw(self, draws: Mapping[SeqId, Draw]) -> Mapping[SeqId, int | NDArray[np.float32]]:
+        """For each sequence the token that the sampler would draw from its row, -1 where that has no distribution.
+
+        Where rounding could make it another one, the row itself, float32 [V]: the sampler then has the last word.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step gave.
@@ -99,14 +121,16 @@ class StepOutput:
     wanted LOGITS, its `rows` in the order of their tokens, the sequences in plan order; it is valid until the runner's
     next call and may be written to. `top` holds, for each sequence that wanted TOP, the tokens of its `top` largest
     logits, int64 in rising order, and these logits, float32; of equal logits the lowest tokens are in it, and it is
-    empty where the logits were not finite numbers. `once`: some of the time went into what a step of this shape needs
-    once (kernels were compiled), so it does not tell what such steps take.
+    empty where the logits were not finite numbers. `rows` are those of the sequences that wanted DRAW. `once`: some of
+    the time went into what a step of this shape needs once (kernels were compiled), so it does not tell what such steps
+    take.
     """
 
     argmax: Mapping[SeqId, tuple[int, ...]]
     logits: NDArray[np.float32] | None = None
     top: Mapping[SeqId, tuple[NDArray[np.int64], NDArray[np.float32]]] = field(default_factory=dict)
     once: bool = False
+    rows: HeldRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +143,12 @@ class ModelSpec:
     generated tokens and prompt tokens are told apart, because other kernels compute them; then KV of the ones never
     stands in for KV of the others. `max_top`: the most tokens that Want.TOP may ask for (0: this runner gives LOGITS
     or ARGMAX). `max_rows`: the most rows of logits that a step gives of one sequence (1: only those after its last
-    token). `lookahead`: positions beyond a plan's that a decode row should have blocks for, since the runner starts
-    the next step itself. `recurrent`: some layers keep a state that cannot be cut, so that a prefix can only be taken
-    up where a checkpoint of it was kept; there is room for `num_checkpoints` of `checkpoint_bytes` each, beside the
-    blocks. `window`: some layers see `window` positions and no more, and their KV is not in the blocks but in
-    `num_windows` window blocks of `window_bytes` each; 0: all KV is in the blocks. `kv_bytes_per_token` is what a token
-    takes in a block.
+    token). `draws`: Want.DRAW may be asked for. `lookahead`: positions beyond a plan's that a decode row should have
+    blocks for, since the runner starts the next step itself. `recurrent`: some layers keep a state that cannot be cut,
+    so that a prefix can only be taken up where a checkpoint of it was kept; there is room for `num_checkpoints` of
+    `checkpoint_bytes` each, beside the blocks. `window`: some layers see `window` positions and no more, and their KV
+    is not in the blocks but in `num_windows` window blocks of `window_bytes` each; 0: all KV is in the blocks.
+    `kv_bytes_per_token` is what a token takes in a block.
     """
 
     name: str
@@ -141,6 +165,7 @@ class ModelSpec:
     max_chain: int = 1
     max_top: int = 0
     max_rows: int = 1
+    draws: bool = False
     lookahead: int = 0
     copies_blocks: bool = True
     exact: bool = False

@@ -257,6 +257,14 @@ def sample_top(ids: Ids, logits: Floats, state: SamplerState) -> int:
         return _choose_among(ids, logits, logits.max(), state)
 
 
+def inverse(temperature: float) -> np.float32:
+    """What distances from the largest logit are multiplied by.
+
+    A temperature too small for float32 to hold its inverse must not give 0 * inf.
+    """
+    return np.float32(min(1 / temperature, 3e38))
+
+
 def _choose_among(ids: Ids, z: Floats, largest: np.float32, state: SamplerState) -> int:
     """The token among those that top-k left, with logits `z`; `ids` rise."""
     params = state.params
@@ -300,8 +308,7 @@ def _weigh(z: Floats, largest: np.float32, temperature: float, out: Floats | Non
     out = np.empty(len(z), np.float32) if out is None else out[: len(z)]
     np.subtract(z, largest, out=out)
     if temperature != 1:
-        # A temperature too small for float32 to hold its inverse must not give 0 * inf at the largest entry.
-        np.multiply(out, np.float32(min(1 / temperature, 3e38)), out=out)
+        np.multiply(out, inverse(temperature), out=out)
     return np.exp(out, out=out)
 
 

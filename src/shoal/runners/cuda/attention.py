@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from shoal.runners.cuda import kernels_attention as ka
 from shoal.runners.cuda import kernels_attention_few as kaf
+from shoal.runners.cuda import kernels_attention_many as kam
+from shoal.runners.cuda.copies import boxes
 from shoal.runners.cuda.model import DeviceAttention, DeviceModel
-from shoal.runners.cuda.products import FEW_ROWS, runs_few, shared_of
+from shoal.runners.cuda.products import FEW_ROWS, multiprocessors, runs_few, runs_many, shared_of
 from shoal.runners.cuda.weights import BF16
 
 if TYPE_CHECKING:
     from shoal.runners.cuda.step import Shape, StepBuffers
 
 _WALKERS = 256  # programs that are enough to read all splits of a row and KV head in one, and merge them there
-_HEADS_EACH = 8  # heads that one program norms and rotates
+_RING = 4  # keys or values of a split in flight in a program of many rows
+_WALK_RING = 3  # the same where one row walks: two programs share a processor
+_HEADS_EACH = 4  # heads that one program norms and rotates
 
 
 def launch_attention(
@@ -40,19 +44,52 @@ def launch_attention(
             *(b.columns, a.q_norm, a.k_norm, a.cosines, a.sines, inputs["positions"], inputs["slots"], tables),
             *(*a.kv, b.q, model.eps, tables.shape[1]),
             *(a.heads, a.kv_heads, a.dim, 2 * a.cosines.shape[1], a.normed, model.eight, _HEADS_EACH),
-            num_warps=2,
+            num_warps=1,
             **options,
         )
     if shape.lone:
         _attend_lone(model, b, a, shape, inputs, tables, options, fresh=fresh)
     if shape.tiles:
-        ka.attend_tiles[(shape.tiles, a.kv_heads)](
-            *(b.q, *a.kv, tables, inputs["positions"], inputs["slots"], inputs["tiles"], a.sinks, b.attended),
-            *(*_limits(a, tables), *_sizes(model, a), *_kinds(a)),
+        _attend_tiles(model, b, a, shape, inputs, tables, options)
+
+
+def _attend_tiles(
+    model: DeviceModel,
+    b: StepBuffers,
+    a: DeviceAttention,
+    shape: Shape,
+    inputs: Mapping[str, torch.Tensor],
+    tables: torch.Tensor,
+    options: Mapping[str, bool],
+) -> None:
+    """Attention of neighbours in one sequence."""
+    rows, limits = (inputs["positions"], inputs["slots"], inputs["tiles"]), _limits(a, tables)
+    if _copies(model, a):
+        programs = min(multiprocessors(model.device), shape.tiles * a.kv_heads)
+        kam.attend_many[(programs,)](
+            *(b.q, *_boxes(a), tables, *rows, a.sinks, b.attended, *limits, shape.tiles),
+            *(a.heads, a.kv_heads, a.dim, a.heads // a.kv_heads, *_kinds(a), _RING),
             num_warps=4,
-            num_stages=1,
-            **options,
+            enable_fp_fusion=False,
         )
+        return
+    ka.attend_tiles[(shape.tiles, a.kv_heads, 2)](
+        *(b.q, *a.kv, tables, *rows, a.sinks, b.attended, *limits, *_sizes(model, a), *_kinds(a)),
+        num_warps=4,
+        num_stages=1,
+        **options,
+    )
+
+
+def _copies(model: DeviceModel, a: DeviceAttention) -> bool:
+    """Whether the copy engine can bring KV to the kernels that are written for it."""
+    return runs_many(model.device) and not model.eight and a.dim <= 128
+
+
+def _boxes(a: DeviceAttention) -> tuple[Any, Any]:
+    """Keys and values for the copy engine."""
+    slots, box = a.kv[0].numel() // a.dim, (int(ka.BLOCK.value), int(kam.PANEL.value))
+    return boxes(a.kv[0], slots, a.dim, box), boxes(a.kv[1], slots, a.dim, box)
 
 
 def _takes_few(model: DeviceModel, a: DeviceAttention, shape: Shape) -> bool:
@@ -92,6 +129,11 @@ def _walks(a: DeviceAttention, shape: Shape) -> bool:
     return shape.splits > 1 and not _trunks(a, shape) and shape.lone * a.kv_heads >= _WALKERS
 
 
+def leaves_shares(model: DeviceModel, shape: Shape) -> bool:
+    """Whether splits of rows leave shares in `StepBuffers.partials`: where no program walks all of them."""
+    return shape.splits > 1 and not all(_walks(a, shape) for a in model.attentions)
+
+
 def _partials(b: StepBuffers, shape: Shape) -> tuple[torch.Tensor, ...]:
     """Where splits leave their shares; anything where there is one."""
     return b.partials if shape.splits > 1 else (b.parts, b.parts, b.parts)
@@ -120,32 +162,43 @@ def _attend_lone(
     *,
     fresh: bool,
 ) -> None:
-    """Attention of the rows that are alone in their sequence: shared splits, own splits, and all together.
+    """Attention of the rows that are alone in their sequence: each walked by one program, or by splits and trunks.
 
     With `fresh` queries and keys are turned here, and keys and values kept.
     """
     limits, sizes, kinds = _limits(a, tables), _sizes(model, a), _kinds(a)
-    reads = (*a.kv, tables, inputs["positions"])
-    partials, trunks, walk = _partials(b, shape), _trunks(a, shape), _walks(a, shape)
-    if trunks:
-        ka.attend_trunks[(trunks, a.kv_heads)](
-            *(b.q, *reads, inputs["readers"], inputs["trunks"], *partials, *limits, shape.splits, *sizes, kinds[0]),
+    positions, slots = inputs["positions"], inputs["slots"]
+    walk = _walks(a, shape)
+    if (walk or shape.tokens == int(ka.SPLIT.value)) and not fresh and _copies(model, a):
+        programs = min(2 * multiprocessors(model.device), shape.lone * a.kv_heads)
+        kam.attend_walk[(programs,)](
+            *(b.q, *_boxes(a), tables, positions, slots, a.sinks, b.attended, *limits, shape.lone),
+            *(a.heads, a.kv_heads, a.dim, sizes[3], *kinds, _WALK_RING),
             num_warps=4,
+            maxnreg=128,  # two programs share a processor
+            enable_fp_fusion=False,
+        )
+    elif walk or shape.splits == 1:
+        ka.attend_rows[(a.kv_heads, shape.lone)](
+            *(b.columns if fresh else b.q, *a.kv, tables, positions, slots, a.sinks, b.attended),
+            *(a.q_norm, a.k_norm, a.cosines, a.sines, *limits, model.eps, shape.span, *sizes, *kinds),
+            *(walk, fresh, triton.next_power_of_2(sizes[3]), 2 * a.cosines.shape[1], a.normed),
+            num_warps=4,
+            num_stages=1,  # three programs share a processor: more in flight than one that loads ahead
             **options,
         )
-    skipped = inputs["trunk_splits"] if trunks else model.zeros
-    ka.attend_rows[(1 if walk else shape.splits, a.kv_heads, shape.lone)](
-        *(b.columns if fresh else b.q, *reads, inputs["slots"], skipped, a.sinks, b.attended, *partials),
-        *(a.q_norm, a.k_norm, a.cosines, a.sines, *limits, model.eps, shape.splits, shape.span, *sizes, *kinds),
-        *(walk, fresh, triton.next_power_of_2(sizes[3]), 2 * a.cosines.shape[1], a.normed),
-        num_warps=4,
-        num_stages=1,  # three programs share a processor: more in flight than one that loads ahead
-        **options,
-    )
-    if shape.splits > 1 and not walk:
+    else:
+        trunks = _trunks(a, shape)
+        skipped = inputs["trunk_splits"] if trunks else model.zeros
+        ka.attend_splits[(trunks + shape.splits * shape.lone, a.kv_heads)](
+            *(b.q, *a.kv, tables, positions, slots, skipped, inputs["trunks"], *b.partials, *limits),
+            *(trunks, shape.splits, *sizes, *kinds[:2]),
+            num_warps=4,
+            num_stages=1,
+            **options,
+        )
         ka.merge_rows[(a.heads, shape.lone)](
-            *(inputs["positions"], a.sinks, b.attended, *partials, limits[3]),
-            *(shape.splits, a.heads, a.dim, *kinds[1:]),
+            *(positions, a.sinks, b.attended, *b.partials, limits[3], shape.splits, a.heads, a.dim, *kinds[1:]),
             num_warps=1,
             **options,
         )

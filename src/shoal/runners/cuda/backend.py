@@ -153,6 +153,7 @@ def spec_of(
         max_chain=16,
         max_top=128,
         max_rows=16,
+        draws=True,
         lookahead=1,
         exact=True,
         recurrent=checkpoints > 0,

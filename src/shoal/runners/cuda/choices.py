@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.runners.plan import SeqId
+from shoal.runners.cuda import kernels_sampling as ks
+from shoal.runners.plan import Draw, SeqId
+
+_DRAWN_AT_ONCE = 2048  # logits that a program sums at once
 
 
 def until_invalid(tokens: list[int]) -> tuple[int, ...]:
@@ -15,6 +20,33 @@ def until_invalid(tokens: list[int]) -> tuple[int, ...]:
         first = tokens.index(-1)
         tokens = tokens[:first] + [-1] * (len(tokens) - first)
     return tuple(tokens)
+
+
+class DeviceRows:
+    """Rows of logits on the device, float32 [rows, V], and whose they are."""
+
+    def __init__(self, logits: torch.Tensor, places: Mapping[SeqId, int]) -> None:
+        self._logits = logits
+        self._places = places
+
+    def draw(self, draws: Mapping[SeqId, Draw]) -> dict[SeqId, int | NDArray[np.float32]]:
+        """See `HeldRows`."""
+        device, logits = self._logits.device, self._logits
+        rows = [self._places[seq_id] for seq_id in draws]
+        how = torch.tensor(list(draws.values()), dtype=torch.float64, device=device)
+        chosen = torch.empty(len(rows), dtype=torch.int32, device=device)
+        place = torch.tensor(rows, dtype=torch.int32, device=device)
+        ks.draw[(len(rows),)](
+            logits, place, how, chosen, logits.shape[1], _DRAWN_AT_ONCE, num_warps=8, enable_fp_fusion=False
+        )
+        tokens = chosen.tolist()
+        found: dict[SeqId, int | NDArray[np.float32]] = dict(zip(draws, tokens, strict=True))
+        unsure = [i for i, token in enumerate(tokens) if token == int(ks.UNSURE.value)]
+        if unsure:
+            whole = logits[torch.tensor([rows[i] for i in unsure], device=device)].cpu().numpy()
+            seq_ids = list(draws)
+            found.update((seq_ids[i], row) for i, row in zip(unsure, whole, strict=True))
+        return found
 
 
 def largest(

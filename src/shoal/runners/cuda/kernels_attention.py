@@ -144,15 +144,17 @@ def _partial(
     token = start + tl.arange(0, SPAN)
     if EIGHT:
         k, v = k.to(tl.float32).to(tl.bfloat16), v.to(tl.float32).to(tl.bfloat16)
-    score = tl.dot(q, k.trans()) * scale
+    score = tl.dot(q, k.trans())
     if EIGHT:
         score = score * k_scale[None, :]
     if CAPPED:
-        score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
+        score = cap * (2.0 / (1.0 + tl.exp(-2.0 * (score * scale) / cap)) - 1.0) * LOG2E
+    else:
+        score = score * (scale * LOG2E)
     visible = token[None, :] <= position[:, None]
     if WINDOW:
         visible = visible & (token[None, :] > position[:, None] - window)
-    score = tl.where(visible, score * LOG2E, float("-inf"))
+    score = tl.where(visible, score, float("-inf"))
     most = tl.max(score, axis=1)
     base = tl.where(most == float("-inf"), 0.0, most)
     share = tl.exp2(score - base[:, None])
@@ -228,106 +230,104 @@ def _keep_own(
 @triton.jit
 def attend_rows(
     q, keys, values, key_scales, value_scales, tables, positions,
-    slots, trunk_splits, sinks, out, p_most, p_total, p_mixed, q_norm, k_norm, cosines, sines,
-    T, scale, cap, window, eps, SPLITS: tl.constexpr, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    slots, sinks, out, q_norm, k_norm, cosines, sines,
+    T, scale, cap, window, eps, SPAN: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
     D: tl.constexpr, G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, WALK: tl.constexpr, FRESH: tl.constexpr, GP: tl.constexpr, ROT: tl.constexpr,
     NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of rows that are alone in their sequence. Programs: (SPLITS, KV, rows), or with WALK (1, KV, rows).
+    """Attention of rows that are alone in their sequence, to out bf16 [R, HEADS, D]. Programs: (KV, rows).
 
-    With WALK, or where there is one split, out bf16 [R, HEADS, D] is written; else the split's share goes to
-    p_* [R, HEADS, SPLITS(, D)] for `merge_rows`. Splits below trunk_splits[row] are left to `attend_trunks`; steps
-    that have some do not WALK. FRESH: q is what the products left, and what `rotate_and_keep` would do with it is done
-    here; not with trunks or WALK. GP is G rounded up to a power of two. KV of the tokens before is from earlier steps,
-    so it may be read before the wait.
+    A program reads all splits with WALK, else there is one. FRESH: q is what the products left, and what
+    `rotate_and_keep` would do with it is done here; not with WALK. GP is G rounded up to a power of two. KV of the
+    tokens before is from earlier steps, so it may be read before the wait.
     """
-    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)  # a step's inputs are there before its first product starts
-    shared = tl.load(trunk_splits + row)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(position - window + 1, 0) // SPLIT
     g = tl.arange(0, 64)
     head = kv_head * G + tl.minimum(g, G - 1)
-    ok = g < G
     d = tl.arange(0, D)
     table = tables + tl.load(slots + row).to(tl.int64) * T
     at = tl.full([64], 0, tl.int32) + position
-    result = out + (row * HEADS + head)[:, None] * D + d[None, :]
-    place = (row * HEADS + head) * SPLITS
     mine = q + (row * HEADS + head)[:, None] * D + d[None, :]
-    begin = split * SPLIT
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0) // SPLIT
     if FRESH:
         cosine, sine = _angles(cosines, sines, position, D, ROT)
         k, v, k_scale, v_scale = _tile(
-            keys, values, key_scales, value_scales, table, begin, position - 1, kv_head, KV, D, SPAN, EIGHT
+            keys, values, key_scales, value_scales, table, 0, position - 1, kv_head, KV, D, SPAN, EIGHT
         )
     if PDL:  # what follows is a product of few rows, which may fetch its weights meanwhile
         gdc_launch_dependents()
         gdc_wait()
-    if WALK:
+    if FRESH:
+        source = q + row * ((HEADS + 2 * KV) * D)
+        few = kv_head * G + tl.minimum(tl.arange(0, GP), G - 1)
+        turned = _turned(source, few, q_norm, k_norm, cosine, sine, eps, HEADS, KV, D, ROT, NORMED)
+        query = turned.to(tl.bfloat16).reshape([1, GP, D]).broadcast_to([64 // GP, GP, D]).reshape([64, D])
+        k, v, k_scale, v_scale = _keep_own(
+            source, kv_head, k, v, k_scale, v_scale, keys, values, key_scales, value_scales, table, 0,
+            position, q_norm, k_norm, cosine, sine, eps, HEADS, KV, D, ROT, NORMED, SPAN, EIGHT,
+        )  # fmt: skip
+    else:
         query = tl.load(mine)
-        most, total, mixed = _begin(sinks, head, 64, D, SINKS)
-        for here in range(first, position // SPLIT + 1):
+    most, total, mixed = _begin(sinks, head, 64, D, SINKS)
+    if WALK:
+        for split in range(first, position // SPLIT + 1):
             k, v, k_scale, v_scale = _tile(
-                keys, values, key_scales, value_scales, table, here * SPLIT, position, kv_head, KV, D, SPLIT, EIGHT
+                keys, values, key_scales, value_scales, table, split * SPLIT, position, kv_head, KV, D, SPLIT, EIGHT
             )
-            most2, total2, part = _partial(
-                query, k, v, k_scale, v_scale, here * SPLIT, at, scale, cap, window, SPLIT, CAPPED, WINDOW, EIGHT
+            most2, total2, mixed2 = _partial(
+                query, k, v, k_scale, v_scale, split * SPLIT, at, scale, cap, window, SPLIT, CAPPED, WINDOW, EIGHT
             )
-            most, total, mixed = _merge(most, total, mixed, most2, total2, part)
-        tl.store(result, (mixed / total[:, None]).to(tl.bfloat16), mask=ok[:, None])
-    elif (begin <= position) & (split >= first) & (split >= shared):
-        if FRESH:
-            source = q + row * ((HEADS + 2 * KV) * D)
-            few = kv_head * G + tl.minimum(tl.arange(0, GP), G - 1)
-            turned = _turned(source, few, q_norm, k_norm, cosine, sine, eps, HEADS, KV, D, ROT, NORMED)
-            query = turned.to(tl.bfloat16).reshape([1, GP, D]).broadcast_to([64 // GP, GP, D]).reshape([64, D])
-            k, v, k_scale, v_scale = _keep_own(
-                source, kv_head, k, v, k_scale, v_scale, keys, values, key_scales, value_scales, table, begin,
-                position, q_norm, k_norm, cosine, sine, eps, HEADS, KV, D, ROT, NORMED, SPAN, EIGHT,
-            )  # fmt: skip
-        else:
-            query = tl.load(mine)
+            most, total, mixed = _merge(most, total, mixed, most2, total2, mixed2)
+    else:
+        if not FRESH:
             k, v, k_scale, v_scale = _tile(
-                keys, values, key_scales, value_scales, table, begin, position, kv_head, KV, D, SPAN, EIGHT
+                keys, values, key_scales, value_scales, table, 0, position, kv_head, KV, D, SPAN, EIGHT
             )
-        most, total, mixed = _partial(
-            query, k, v, k_scale, v_scale, begin, at, scale, cap, window, SPAN, CAPPED, WINDOW, EIGHT
+        most2, total2, mixed2 = _partial(
+            query, k, v, k_scale, v_scale, 0, at, scale, cap, window, SPAN, CAPPED, WINDOW, EIGHT
         )
-        if SPLITS == 1:
-            m0, t0, v0 = _begin(sinks, head, 64, D, SINKS)
-            m0, t0, v0 = _merge(m0, t0, v0, most, total, mixed)
-            tl.store(result, (v0 / t0[:, None]).to(tl.bfloat16), mask=ok[:, None])
-        else:
-            _keep(p_most, p_total, p_mixed, place + split, ok, most, total, mixed, D)
+        most, total, mixed = _merge(most, total, mixed, most2, total2, mixed2)
+    result = out + (row * HEADS + head)[:, None] * D + d[None, :]
+    tl.store(result, (mixed / total[:, None]).to(tl.bfloat16), mask=(g < G)[:, None])
 
 
 @triton.jit
-def attend_trunks(
-    q, keys, values, key_scales, value_scales, tables, positions,
-    readers, trunks, p_most, p_total, p_mixed,
-    T, scale, cap, window, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+def attend_splits(
+    q, keys, values, key_scales, value_scales, tables, positions, slots, trunk_splits, trunks, p_most, p_total, p_mixed,
+    T, scale, cap, window, TRUNKS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    D: tl.constexpr, G: tl.constexpr, EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Splits that several rows share, read once for all of them. Programs: (work items, KV).
+    """A split of a row, or one that several rows share, read once for all of them.
 
-    trunks int32 [items, 4]: the table's slot, the split, the first of `readers` and how many (at most 64 / G); 0 of
-    them is no work. Only layers without a window have trunks.
+    Programs: (TRUNKS + SPLITS * rows, KV). trunks int32 [TRUNKS, 4]: the table's slot, the split, the first row and how
+    many (at most 64 / G); 0 of them is no work. Only layers without a window have trunks. Splits of a row below
+    trunk_splits[row] are among them. Shares go to p_* [R, HEADS, SPLITS(, D)] for `merge_rows`.
     """
+    number, kv_head = tl.program_id(0), tl.program_id(1)
+    if number < TRUNKS:
+        slot, split = tl.load(trunks + number * 4), tl.load(trunks + number * 4 + 1)
+        row, count = tl.load(trunks + number * 4 + 2), tl.load(trunks + number * 4 + 3)
+    else:
+        row, split = (number - TRUNKS) // SPLITS, (number - TRUNKS) % SPLITS
+        at = tl.load(positions + row)  # a step's inputs are there before its first product starts
+        first = tl.load(trunk_splits + row)
+        if WINDOW:
+            first = tl.maximum(at - window + 1, 0) // SPLIT
+        slot, count = tl.load(slots + row), ((split * SPLIT <= at) & (split >= first)).to(tl.int32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
-    item, kv_head = tl.program_id(0), tl.program_id(1)
-    slot, split = tl.load(trunks + item * 4), tl.load(trunks + item * 4 + 1)
-    first, count = tl.load(trunks + item * 4 + 2), tl.load(trunks + item * 4 + 3)
+        gdc_wait()
     if count > 0:
         i = tl.arange(0, 64)
-        reader = tl.load(readers + first + tl.minimum(i // G, count - 1))
+        reader = row + tl.minimum(i // G, count - 1)
         head = kv_head * G + i % G
         d = tl.arange(0, D)
-        mine = tl.load(q + (reader * HEADS + head)[:, None] * D + d[None, :])
+        query = tl.load(q + (reader * HEADS + head)[:, None] * D + d[None, :])
         position = tl.load(positions + reader)
         table = tables + slot.to(tl.int64) * T
         begin, last = split * SPLIT, tl.max(position, axis=0)
@@ -335,11 +335,10 @@ def attend_trunks(
             keys, values, key_scales, value_scales, table, begin, last, kv_head, KV, D, SPLIT, EIGHT
         )
         most, total, mixed = _partial(
-            mine, k, v, k_scale, v_scale, begin, position, scale, cap, window, SPLIT, CAPPED, False, EIGHT
+            query, k, v, k_scale, v_scale, begin, position, scale, cap, window, SPLIT, CAPPED, WINDOW, EIGHT
         )
-        ok = i // G < count
         place = (reader * HEADS + head) * SPLITS + split
-        _keep(p_most, p_total, p_mixed, place, ok, most, total, mixed, D)
+        _keep(p_most, p_total, p_mixed, place, i // G < count, most, total, mixed, D)
 
 
 @triton.jit
@@ -360,10 +359,16 @@ def merge_rows(
     one = tl.zeros([1], tl.int32)
     d = tl.arange(0, D)
     most, total, mixed = _begin(sinks, head + one, 1, D, SINKS)
-    for split in range(first, position // SPLIT + 1):
-        place = (row * HEADS + head) * SPLITS + split + one
-        part = tl.load(p_mixed + place.to(tl.int64)[:, None] * D + d[None, :])
-        most, total, mixed = _merge(most, total, mixed, tl.load(p_most + place), tl.load(p_total + place), part)
+    last = position // SPLIT
+    ONCE: tl.constexpr = 8 if SPLITS > 8 else SPLITS
+    for begin in range(first, last + 1, ONCE):  # several are asked for at once: each is far away
+        for j in tl.static_range(ONCE):  # those behind the last are -inf, 0 and 0, which change nothing
+            place, there = (row * HEADS + head) * SPLITS + begin + j + one, begin + j <= last
+            most2 = tl.load(p_most + place, mask=there & (one == 0), other=float("-inf"))
+            total2 = tl.load(p_total + place, mask=there & (one == 0), other=0.0)
+            at = place.to(tl.int64)[:, None] * D + d[None, :]
+            mixed2 = tl.load(p_mixed + at, mask=there & (at >= 0), other=0.0)
+            most, total, mixed = _merge(most, total, mixed, most2, total2, mixed2)
     tl.store(out + (row * HEADS + head) * D + d[None, :], (mixed / total[:, None]).to(tl.bfloat16))
 
 
@@ -373,15 +378,16 @@ def attend_tiles(
     T, scale, cap, window, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
     EIGHT: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of neighbours in one sequence (a prompt's chunk). Programs: (tiles, KV).
+    """Attention of neighbours in one sequence (a prompt's chunk). Programs: (tiles, KV, 2), each half a tile.
 
-    tiles int32 [tiles, 2]: the first row and how many (at most 64 / G; 0 is no work).
+    tiles int32 [tiles, 2]: the first row and how many (at most 128 / G; 0 is no work).
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    first, count = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
+    before = tl.program_id(2) * (64 // G)
+    first, count = tl.load(tiles + tile * 2) + before, tl.minimum(tl.load(tiles + tile * 2 + 1) - before, 64 // G)
     if count > 0:
         i = tl.arange(0, 64)
         row = first + tl.minimum(i // G, count - 1)

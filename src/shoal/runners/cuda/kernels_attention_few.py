@@ -67,6 +67,37 @@ def _turned_heads(
 
 
 @gluon.jit
+def _merge_splits(
+    p_most, p_total, p_mixed, out, sinks, row, kv_head, first, last,
+    SPLITS: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, G: gl.constexpr, GP: gl.constexpr,
+    SINKS: gl.constexpr,
+):  # fmt: skip
+    """Add splits first .. last of a row's G queries in order. Several are asked for at once: each is far away."""
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4 // (D // 64), D // 64], [1, 0])
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    ONCE: gl.constexpr = 8 if SPLITS > 8 else SPLITS
+    g = gl.arange(0, GP, layout=R)
+    mine = row * HEADS + kv_head * G + gl.minimum(g, G - 1)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
+    most = gl.full([GP], float("-inf"), gl.float32, R)
+    total = gl.zeros([GP], gl.float32, R)
+    if SINKS:
+        most = gl.load(sinks + kv_head * G + gl.minimum(g, G - 1)) * LOG2E
+        total = gl.full([GP], 1.0, gl.float32, R)
+    mixed = gl.zeros([GP, D], gl.float32, L)
+    for begin in range(first, last + 1, ONCE):
+        for j in gl.static_range(ONCE):  # those behind the last are -inf, 0 and 0, which change nothing
+            place, there = mine * SPLITS + begin + j, begin + j <= last
+            most2 = gl.load(p_most + place, mask=there & (g >= 0), other=float("-inf"), cache_modifier=".cg")
+            total2 = gl.load(p_total + place, mask=there & (g >= 0), other=0.0, cache_modifier=".cg")
+            at = place[:, None] * D + d
+            mixed2 = gl.load(p_mixed + at, mask=there & (at >= 0), other=0.0, cache_modifier=".cg")
+            most, total, mixed = _merge(most, total, mixed, most2, total2, mixed2)
+    result = (mixed / total[:, None]).to(gl.bfloat16)
+    gl.store(out + mine[:, None] * D + d, result, mask=(g < G)[:, None] & (d >= 0))
+
+
+@gluon.jit
 def attend_few(
     qkv, keys, values, tables, positions, slots, sinks, out, p_most, p_total, p_mixed, arrived,
     q_norm, k_norm, cosines, sines, T, scale, cap, window, eps, SPLITS: gl.constexpr, SPAN: gl.constexpr,
@@ -126,14 +157,16 @@ def attend_few(
         token = begin + gl.arange(0, SPAN, layout=gl.SliceLayout(0, LB))[None, :]
         own_key = fresh.slice(G, 1).permute((1, 0)).load(LB)
         key = gl.where(token == position, own_key, k_held.permute((1, 0)).load(LB))
-        score = mma_v2(query, key, gl.zeros([16, SPAN], gl.float32, C)) * scale
+        score = mma_v2(query, key, gl.zeros([16, SPAN], gl.float32, C))
         if CAPPED:
-            score = cap * (2.0 / (1.0 + gl.exp(-2.0 * score / cap)) - 1.0)
+            score = cap * (2.0 / (1.0 + gl.exp(-2.0 * (score * scale) / cap)) - 1.0) * LOG2E
+        else:
+            score = score * (scale * LOG2E)
         token = begin + gl.arange(0, SPAN, layout=gl.SliceLayout(0, C))[None, :]
         visible = token <= position
         if WINDOW:
             visible = visible & (token > position - window)
-        score = gl.where(visible, score * LOG2E, float("-inf"))
+        score = gl.where(visible, score, float("-inf"))
         most = gl.max(score, axis=1)
         base = gl.where(most == float("-inf"), 0.0, most)
         weight = gl.exp2(score - base[:, None]).to(gl.bfloat16)
@@ -168,11 +201,7 @@ def attend_few(
             gl.thread_barrier()
             before = gl.atomic_add(arrived + row * KV + kv_head, 1, sem="acq_rel", scope="gpu")
             if before == last - first:
-                for s in range(first, last + 1):
-                    most = gl.load(p_most + place + s, cache_modifier=".cg")
-                    total = gl.load(p_total + place + s, cache_modifier=".cg")
-                    mixed = gl.load(p_mixed + (place + s)[:, None] * D + d, cache_modifier=".cg")
-                    most0, total0, mixed0 = _merge(most0, total0, mixed0, most, total, mixed)
-                result = (mixed0 / total0[:, None]).to(gl.bfloat16)
-                gl.store(out + mine[:, None] * D + d, result, mask=(g < G)[:, None] & (d >= 0))
+                _merge_splits(
+                    p_most, p_total, p_mixed, out, sinks, row, kv_head, first, last, SPLITS, HEADS, D, G, GP, SINKS
+                )
                 gl.store(arrived + row * KV + kv_head, 0)

@@ -11,13 +11,18 @@ import triton
 
 from shoal.runners.cuda import kernels as k
 from shoal.runners.cuda import kernels_few as kf
+from shoal.runners.cuda import kernels_many as km
+from shoal.runners.cuda.copies import boxes
 from shoal.runners.cuda.weights import BF16, Matrix
 
 FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
 HEAD_N = 128  # tokens of the vocabulary that one program takes
 LEAST_ROWS = 16  # of x that an instruction takes: fewer are filled up; up to here `product_few` is taken
+SPLIT_ROWS = 1024  # up to here K may be cut: what is left are as many sums an output
 NORMED_ROWS = 8  # up to here a product norms what it reads of the residual, or adds to it: a kernel less
 SQUARES = int(k.SQUARES.value)  # neighbours of a row of the residual whose squares are summed
+_GROUP_ROWS, _LOAD = int(km.GROUP_ROWS.value), int(km.LOAD.value)
+_RING = 6  # loads of `product_many` in flight
 _ROUNDS = 6  # chunks that a warp of `product_few` takes: each is written out in its code
 UNPACKING_STAGES = 3  # loads in flight where weights are unpacked: they wait in registers
 _PROGRAMS = 128  # of a product of few rows: the processors of a large GPU, about
@@ -76,6 +81,10 @@ def product(
         _launch_few(few, x, w, out, epilogue, rows, n, bias=bias, ld=ld or n, act=act, dependent=dependent)
         return 1
     assert isinstance(x, torch.Tensor)
+    copied = (ld or n) % 8 == 0 and out.data_ptr() % 16 == 0  # what the copy engine asks of a matrix
+    if shares is None and copied and takes_many(w, rows, epilogue, split=split):
+        how = bias, ld or n, act, cap, logit_scale, logits, split
+        return _launch_many(x, w, out, epilogue, rows, best or (w.scales, w.scales), *how)
     bm, bn, warps = tile_of(rows, epilogue == k.PICK)
     segments = segments_of(w.k)
     parts = segments if split and epilogue == k.SUMS and rows <= FEW_ROWS else 1
@@ -96,16 +105,21 @@ def product(
 
 
 def adds(w: Matrix, rows: int) -> bool:
-    """Whether a product can be added to the residual by itself; those that follow can norm what they read then."""
-    return rows <= NORMED_ROWS and w.n % SQUARES == 0 and few_of(w, rows, gated=False) is not None
+    """Whether a product can be added to the residual by itself."""
+    if rows <= NORMED_ROWS:
+        return w.n % SQUARES == 0 and few_of(w, rows, gated=False) is not None
+    return takes_many(w, rows, k.SUMS, split=True) and many_of(w, rows, split=True)[1] == 1
 
 
 def add_product(
     x: torch.Tensor, w: Matrix, to: Residual, rows: int, bias: torch.Tensor | None, dependent: bool
 ) -> None:
-    """Add a product that `adds` to the residual, and leave its squares."""
+    """Add a product that `adds` to the residual. Of few rows it leaves the squares, too: what follows can norm then."""
     few = few_of(w, rows, gated=False)
-    assert few is not None
+    if few is None:
+        none = w.scales, w.scales
+        _launch_many(x, w, to.x, k.ADD, rows, none, bias, w.n, 0, None, to.scale, logits=False, split=False)
+        return
     _launch_few(few, x, w, to, k.ADD, rows, w.n, bias=bias, ld=w.n, act=0, dependent=dependent)
 
 
@@ -137,6 +151,66 @@ def _launch_few(
         launch_pdl=dependent,
         enable_fp_fusion=False,
     )
+
+
+def _launch_many(
+    x: torch.Tensor,
+    w: Matrix,
+    out: torch.Tensor,
+    epilogue: Any,
+    rows: int,
+    best: tuple[torch.Tensor, torch.Tensor],
+    bias: torch.Tensor | None,
+    ld: int,
+    act: int,
+    cap: float | None,
+    scale: float,
+    logits: bool,
+    split: bool,
+) -> int:
+    """Returns in how many sums an output is left."""
+    n = w.n // 2 if epilogue == k.GATED else w.n
+    wide, parts = many_of(w, rows, split=split and epilogue == k.SUMS) if epilogue != k.PICK else (HEAD_N, 1)
+    m_tiles, n_tiles = triton.cdiv(rows, 2 * _GROUP_ROWS), triton.cdiv(w.n, wide)
+    target: Any = out
+    if epilogue in (k.STORE, k.GATED):
+        target = boxes(out, rows, n, (_GROUP_ROWS, wide // 2 if epilogue == k.GATED else wide), ld)
+    km.product_many[(min(m_tiles * n_tiles * parts, multiprocessors(w.data.device)),)](
+        boxes(x, rows, w.k, (_GROUP_ROWS, _LOAD)),
+        boxes(w.data, w.n, w.k, (wide // 2, _LOAD)),
+        *(w.data if bias is None else bias, target, *best, rows, ld, m_tiles, n_tiles, cap or 0.0, scale),
+        *(n, w.k, segments_of(w.k), parts, chunk_of(w.k), epilogue, bias is not None, act, cap is not None, logits),
+        *(wide, _RING),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return parts
+
+
+def many_of(w: Matrix, rows: int, *, split: bool) -> tuple[int, int]:
+    """Outputs of a tile of `product_many`, and in how many parts K is cut: so that the processors have work."""
+    processors = multiprocessors(w.data.device)
+
+    cut = segments_of(w.k) if split and rows <= SPLIT_ROWS else 1
+
+    def worth(how: tuple[int, int]) -> float:
+        wide, parts = how
+        tiles = triton.cdiv(rows, 2 * _GROUP_ROWS) * triton.cdiv(w.n, wide) * parts
+        busy = tiles / (triton.cdiv(tiles, processors) * processors)
+        return float(busy * (1.0 if wide == 128 else 0.85) * (1.0 if parts == 1 else 0.8))  # as measured, about
+
+    return max(((wide, parts) for wide in (128, 64) for parts in {1, cut}), key=worth)
+
+
+def takes_many(w: Matrix, rows: int, epilogue: Any, *, split: bool) -> bool:
+    """Whether `product_many` takes a product; `product` must else, which is quicker where rows are fewer."""
+    least = 256
+    if split and epilogue == k.SUMS:
+        least = FEW_ROWS + 1
+    elif epilogue == k.PICK:
+        least = 128
+    whole = w.form == BF16 and w.k % 128 == 0 and w.n % 16 == 0
+    return rows >= least and whole and runs_many(w.data.device)
 
 
 def segments_of(inputs: int) -> int:
@@ -176,6 +250,18 @@ def shared_of(device: torch.device) -> int:
         return 200 << 10
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return int(properties["max_shared_mem"]) - (27 << 10)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side where each fills a processor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
+def runs_many(device: torch.device) -> bool:
+    """Whether the kernels of many rows run there: they are written for the instructions of one generation."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device)[0] == 9)
 
 
 @cache

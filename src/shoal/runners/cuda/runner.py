@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from shoal.errors import RunnerError
 from shoal.runners.cuda.access import DeviceBlocks
 from shoal.runners.cuda.ahead import StepAhead, room_of
-from shoal.runners.cuda.choices import largest, until_invalid
+from shoal.runners.cuda.choices import DeviceRows, largest, until_invalid
 from shoal.runners.cuda.model import DeviceModel
 from shoal.runners.cuda.states import States
-from shoal.runners.cuda.step import BLOCK, SPLIT, UPDATES, Shape, Step, tile_tokens
+from shoal.runners.cuda.step import BLOCK, SPLIT, UPDATES, Shape, Step, readers_at_once, tile_tokens
 from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
 _FEW_CHANGES = 8  # table entries of one sequence that go with the step's inputs; more go as a row
@@ -160,7 +160,9 @@ class CUDARunner:
     def _fill(self, plan: StepPlan, lone: list[ScheduledSequence], fed: list[ScheduledSequence]) -> Shape:
         """Write the step's inputs to the host's buffer of its shape."""
         wanted = sum(s.rows for s in plan.sequences if s.want is not Want.NOTHING)
-        trunks, readers, skipped = self._trunks(lone)
+        trunks, skipped = self._trunks(lone)
+        if not trunks:
+            lone.sort(key=lambda s: -s.start)  # long ones begin first: programs that walk a row end together then
         each = tile_tokens(self._group)
         tiles = sum(-(-len(s.tokens) // each) for s in fed)
         longest = max((s.start for s in lone), default=0) + plan.chain
@@ -172,7 +174,7 @@ class CUDARunner:
             fed=bucket(sum(len(s.tokens) for s in fed), least=16),
             tiles=bucket(tiles, least=4),
             wanted=bucket(wanted),
-            logits=any(s.want in (Want.LOGITS, Want.TOP) for s in plan.sequences),
+            logits=any(s.want in (Want.LOGITS, Want.TOP, Want.DRAW) for s in plan.sequences),
             feeds=bool(lone) and not fed and all(s.want is Want.ARGMAX for s in lone),
             runs=0 if self._states is None else bucket(len(lone)) + bucket(tiles, least=4),
         )
@@ -188,7 +190,6 @@ class CUDARunner:
         a["positions"][:n] = [s.start for s in lone]
         a["slots"][:n] = [self._slot[s.seq_id] for s in lone]
         a["trunk_splits"][:n] = skipped
-        a["readers"][: len(readers)] = readers
         a["trunks"][: 4 * len(trunks)] = [number for item in trunks for number in item]
         row, tile, last = shape.lone, 0, {s.seq_id: i for i, s in enumerate(lone)}
         for s in fed:
@@ -263,12 +264,11 @@ class CUDARunner:
             self.release([next(seq_id for seq_id in self._slot if seq_id not in here)])
         return self._free.pop()
 
-    def _trunks(self, lone: list[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:
-        """Shared splits among rows sorted by table: work items, readers, and each row's first split of its own."""
+    def _trunks(self, lone: list[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+        """Shared splits among rows sorted by table: work items, and each row's first split of its own."""
         items: list[tuple[int, int, int, int]] = []
-        readers = list(range(len(lone)))
         skipped = [0] * len(lone)
-        size, most = SPLIT // BLOCK, tile_tokens(self._group)
+        size, most = SPLIT // BLOCK, readers_at_once(self._group)
         first = 0
         while first < len(lone):
             table = lone[first].block_table
@@ -296,7 +296,7 @@ class CUDARunner:
                 if s.seq_id not in self._slot:
                     self._slot[s.seq_id], self._known[s.seq_id] = self._take_slot(here), ()
             items = [(self._slot[lone[row].seq_id], *rest) for row, *rest in items]  # type: ignore[misc]
-        return items, readers, skipped
+        return items, skipped
 
     # -- from the device to an output ---------------------------------------------------------------------------
 
@@ -338,7 +338,8 @@ class CUDARunner:
                 first = at[s.seq_id]
                 found = [link[first] for link in tokens] if s.rows == 1 else tokens[0][first : first + s.rows]
                 argmax[s.seq_id] = until_invalid(found)
-        return StepOutput(argmax, logits, top)
+        drawing = {s.seq_id: at[s.seq_id] for s in plan.sequences if s.want is Want.DRAW}
+        return StepOutput(argmax, logits, top, rows=DeviceRows(device, drawing) if drawing else None)
 
     # -- one step ahead -----------------------------------------------------------------------------------------
 

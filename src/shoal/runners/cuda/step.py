@@ -12,7 +12,7 @@ import triton
 from numpy.typing import NDArray
 
 from shoal.runners.cuda import kernels as k
-from shoal.runners.cuda.attention import launch_attention
+from shoal.runners.cuda.attention import launch_attention, leaves_shares
 from shoal.runners.cuda.delta import DeltaBuffers, DeviceDelta, launch_delta, launch_gates
 from shoal.runners.cuda.device import prefer_shared
 from shoal.runners.cuda.feed import DeviceDense, DeviceMixture
@@ -22,6 +22,7 @@ from shoal.runners.cuda.products import (
     FEW_ROWS,
     HEAD_N,
     LEAST_ROWS,
+    SPLIT_ROWS,
     SQUARES,
     Residual,
     add_product,
@@ -71,7 +72,7 @@ class Shape:
     def sections(self) -> Iterator[tuple[str, int]]:
         """Names and lengths (int32) of the step's inputs, one after the other in one buffer."""
         yield from (("tokens", self.rows), ("positions", self.rows), ("slots", self.rows), ("wanted", self.wanted))
-        yield from (("trunk_splits", self.lone), ("readers", self.lone), ("trunks", self.trunks * 4))
+        yield from (("trunk_splits", self.lone), ("trunks", self.trunks * 4))
         yield from (("tiles", self.tiles * 2), ("updates", UPDATES * 2))
         yield from (("runs", self.runs * 4), ("run_of", self.rows if self.runs else 0))
 
@@ -129,7 +130,9 @@ class StepBuffers:
         self.delta = DeltaBuffers(model.nets, rows, model.device) if model.nets else None
         feeds = [layer.feed_forward for layer in model.layers]
         self.inner = empty(rows * max(ff.inner for ff in feeds))
-        self.parts = empty(max(rows * max(ff.parts for ff in feeds), 4 * FEW_ROWS), model.width, dtype=torch.float32)
+        self.parts = empty(
+            max(rows * max(ff.parts for ff in feeds), 4 * min(rows, SPLIT_ROWS)), model.width, dtype=torch.float32
+        )
         mixtures = [ff for ff in feeds if isinstance(ff, DeviceMixture)]
         self.mixture = MixtureBuffers(mixtures, rows, model.device) if mixtures else None
         self.final = empty(wanted, model.width)
@@ -145,7 +148,7 @@ class StepBuffers:
     def hold(self, lone: int, splits: int) -> bool:
         """Make room for the shares of that many splits of that many rows; True when addresses changed."""
         shares = lone * splits * (self._heads // self._dim)
-        if splits == 1 or (self.partials and len(self.partials[0]) >= shares):
+        if self.partials and len(self.partials[0]) >= shares:
             return False
         self.partials = tuple(
             torch.zeros(shares * width, dtype=torch.float32, device=self._device)
@@ -178,8 +181,9 @@ class Step:
 
     def run(self, shape: Shape) -> None:
         """Run a step over `inputs(shape)`, which are on the device; `buffers.chosen` and `.logits` are its outcome."""
-        if self.buffers.hold(shape.lone, shape.splits):
-            self._graphs.clear()
+        m = self.model
+        if leaves_shares(m, shape) and self.buffers.hold(shape.lone, shape.splits):
+            self._graphs = {old: graph for old, graph in self._graphs.items() if not leaves_shares(m, old)}
         if self.model.device.type != "cuda":
             self._launch(shape)
             return
@@ -242,8 +246,8 @@ class Step:
     def _add(
         self, shape: Shape, x: torch.Tensor, w: Matrix, post: torch.Tensor | None, bias: torch.Tensor | None
     ) -> int:
-        """The last product of a mixer or a feed-forward: added to the residual, whose new squares are left (returns 0);
-        else left in `parts`, in so many sums, for `_norm` to norm with `post` and add.
+        """The last product of a mixer or a feed-forward: added to the residual (returns 0); else left in `parts`, in so
+        many sums, for `_norm` to norm with `post` and add.
         """
         m, b = self.model, self.buffers
         if post is None and adds(w, shape.rows):
@@ -353,9 +357,12 @@ def _reads_residual(layer: DecoderLayer, rows: int, *, first: bool) -> bool:
 
 
 def tile_tokens(group: int) -> int:
-    """Tokens of one attention tile, a prompt's neighbours or a trunk's readers: with `group` heads each they fill its
-    64 rows.
-    """
+    """Tokens of a prompt's attention tile: with `group` heads each they are 128 queries, or nearly."""
+    return 2 * readers_at_once(group)
+
+
+def readers_at_once(group: int) -> int:
+    """Readers of a trunk's split in one program: with `group` heads each they are 64 queries."""
     return 64 // group
 
 

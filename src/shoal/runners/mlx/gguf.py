@@ -148,8 +148,8 @@ def _matrix(name: str, weight: Weight) -> Iterator[tuple[str, mx.array]]:
         return
     raw = weight.encoded()
     held = affine(weight.type, raw)
-    if held is not None:
-        arrays = _packed(held[0], 4), mx.array(held[1]), mx.array(held[2])
+    if held is not None:  # MLX keeps NumPy's strides, and its CUDA kernels take only steps that lie row by row
+        arrays = _packed(held[0], 4), *(mx.array(np.ascontiguousarray(part)) for part in held[1:])
     elif weight.type == "Q8_0":
         blocks = raw.reshape(len(raw), -1, 34)
         step = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)

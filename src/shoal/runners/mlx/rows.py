@@ -6,9 +6,9 @@ sorts: KV (plain or rotating), whose arrays are [B, H, T, D], and recurrent stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -21,6 +21,8 @@ from mlx_lm.models.cache import (
 )
 
 from shoal.runners.plan import SeqId
+
+Item = TypeVar("Item")
 
 BATCHED = (KVCache, RotatingKVCache, ArraysCache)
 """Leaves that can be joined and selected from; exactly these, a subclass may do something else."""
@@ -76,11 +78,14 @@ class Rows:
     def join(self, others: Sequence[Rows]) -> None:
         """Take in the rows of `others`, which are used up; padded ones go first, else the order stays.
 
-        Every array is copied once, however many join: one after the other, the first would be copied for each.
+        All have as many tokens `ahead`. Every array is copied once, however many join: one after the other, the first
+        would be copied for each.
         """
         parts = sorted((part for part in (self, *others) if part.ids), key=lambda part: not part.padded)
         if not parts:
             return
+        self.ahead = parts[0].ahead
+        assert all(part.ahead == self.ahead for part in parts)
         caches = parts[0].caches if len(parts) == 1 else _concatenated_all(parts)
         if caches is not None:
             self.caches, self.padded = caches, parts[0].padded
@@ -108,8 +113,16 @@ class Rows:
         if not self.padded:
             self.caches = [_mapped(cache, lambda leaf: _selected(leaf, chosen)) for cache in self.caches]
             return
-        for cache in self.caches:
-            cache.filter(chosen)
+        held = [length + self.ahead for length in self.lengths]
+        positions, padding = mx.array(held), mx.array([max(held) - count for count in held])
+        for leaf in leaves(self.caches):
+            if type(leaf) is not BatchKVCache or leaf.empty():
+                leaf.filter(chosen)
+                continue
+            # Its own `filter` asks the device how far its rows are padded, layer by layer.
+            keys, values, _, _, longest = leaf.state
+            less = longest - max(held)
+            leaf.state = keys[:, :, less:][chosen], values[:, :, less:][chosen], positions, padding, max(held)
         self._align()
 
     def _align(self) -> None:
@@ -131,26 +144,33 @@ class Rows:
 
     def alone(self, row: int) -> Rows:
         """A copy of one row, in plain caches."""
-        if self.padded:
-            caches = [cache.extract(row) for cache in self.caches]
-        else:
-            caches = [_mapped(cache, lambda leaf: _row(leaf, row)) for cache in self.caches]
-        return Rows(caches, [self.ids[row]], [self.lengths[row]])
+        held = self.lengths[row] + self.ahead
+        caches = [_mapped(cache, lambda leaf: _row(leaf, row, held)) for cache in self.caches]
+        copy = Rows(caches, [self.ids[row]], [self.lengths[row]])
+        copy.ahead = self.ahead
+        return copy
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def kv(self, row: int, begin: int, end: int) -> list[tuple[mx.array, mx.array]]:
-        """Copies of K and V, [1, H, end - begin, D], of one row's positions begin .. end - 1, for each KV leaf.
+    def kv(self, rows: Sequence[int], count: int) -> list[tuple[mx.array, mx.array]]:
+        """Copies of K and V, [R, H, count, D], of the last `count` positions of these rows, for each KV leaf.
 
-        A rotating cache must still have them.
+        Of a shorter row what lies in front of its first position means nothing. Of rotating caches, which must still
+        have the positions, one row at a time.
         """
-        length, found = self.lengths[row], []
+        found = []
+        in_order = list(rows) == list(range(len(self)))
+        chosen = None if in_order or len(rows) == 1 else mx.array(list(rows))
         for leaf in kv_leaves(self.caches):
-            keys, values = _in_order(leaf, row)
-            filled = keys.shape[2] - self.ahead
-            assert length - begin <= filled, f"{length - begin} positions are asked of a cache of {filled}"
-            span = slice(filled - (length - begin), filled - (length - end))
-            found.append((mx.contiguous(keys[:, :, span]), mx.contiguous(values[:, :, span])))
+            pair, first = _in_order(leaf, rows[0])
+            end = pair[0].shape[2] - self.ahead
+            assert count <= end, f"{count} positions are asked of a cache of {end}"
+            keys, values = (array[:, :, end - count : end] for array in pair)
+            if chosen is not None:
+                keys, values = keys[chosen], values[chosen]
+            elif len(rows) == 1:
+                keys, values = keys[first : first + 1], values[first : first + 1]
+            found.append((mx.contiguous(keys), mx.contiguous(values)))
         return found
 
     # -- feeding ------------------------------------------------------------------------------------------------
@@ -170,7 +190,6 @@ class Rows:
         tokens = mx.array([[*chunk, *([0] * (longest - len(chunk)))] for chunk in chunks])
         model(tokens, cache=self.caches)
         if ragged:
-            mx.eval(arrays(self.caches))
             for cache in self.caches:
                 cache.finalize()
         mx.async_eval(arrays(self.caches))
@@ -208,14 +227,14 @@ class Ahead:
         return Ahead([self.fed[row] for row in rows], self.best[picked], self.chosen[picked])
 
 
-def alike(joining: Sequence[tuple[Rows, Sequence[int]]]) -> list[list[tuple[Rows, Sequence[int]]]]:
-    """Groups of which the shortest chunk is at least half of the longest, so that little is padded."""
-    groups: list[list[tuple[Rows, Sequence[int]]]] = []
-    for rows, tokens in sorted(joining, key=lambda pair: len(pair[1])):
-        if groups and len(groups[-1][0][1]) * 2 >= len(tokens) and bool(groups[-1][0][1]) == bool(tokens):
-            groups[-1].append((rows, tokens))
+def alike(parts: Iterable[Item], size: Callable[[Item], int]) -> list[list[Item]]:
+    """Groups by size, of which the smallest is at least half of the largest, so that little is padded."""
+    groups: list[list[Item]] = []
+    for part in sorted(parts, key=size):
+        if groups and size(groups[-1][0]) * 2 >= size(part) and bool(size(groups[-1][0])) == bool(size(part)):
+            groups[-1].append(part)
         else:
-            groups.append([(rows, tokens)])
+            groups.append([part])
     return groups
 
 
@@ -237,7 +256,14 @@ def _with_rows(leaf: Any, change: Callable[[mx.array], mx.array]) -> Any:
     return type(leaf).from_state((change(keys), change(values), *rest))
 
 
-def _row(leaf: Any, row: int) -> Any:
+def _row(leaf: Any, row: int, length: int) -> Any:
+    """A plain leaf of one row, in which `length` tokens are."""
+    if isinstance(leaf, BatchRotatingKVCache):
+        return leaf.extract(row)
+    if isinstance(leaf, BatchKVCache) and not leaf.empty():  # its own `extract` asks the device how far it is padded
+        pair = leaf.keys_and_values()
+        begin = pair[0].shape[2] - length
+        return KVCache.from_state((*(mx.contiguous(array[row : row + 1, :, begin:]) for array in pair), length))
     return _with_rows(leaf, lambda array: array[row : row + 1])
 
 
@@ -303,18 +329,18 @@ def _plain(leaf: Any, length: int) -> Any:
     return KVCache.from_state((keys[:, :, filled - length :], values[:, :, filled - length :], length))
 
 
-def _in_order(leaf: Any, row: int) -> tuple[mx.array, mx.array]:
-    """K and V of one row, [1, H, T, D], the last token's last."""
+def _in_order(leaf: Any, row: int) -> tuple[tuple[mx.array, mx.array], int]:
+    """K and V, [B, H, T, D], the last token's last, and which of them the row is; of rotating caches the row alone."""
     if isinstance(leaf, BatchRotatingKVCache):
         leaf, row = leaf.extract(row), 0
     if not isinstance(leaf, RotatingKVCache):
-        keys, values = leaf.keys_and_values()
-        return keys[row : row + 1], values[row : row + 1]
+        return leaf.keys_and_values(), row
     keys, values, offset, _, _, index = leaf.state
     keys, values = keys[row : row + 1], values[row : row + 1]
     if index == keys.shape[2]:
-        return keys, values
+        return (keys, values), 0
     if index >= offset:  # not full yet
-        return keys[:, :, :index], values[:, :, :index]
+        return (keys[:, :, :index], values[:, :, :index]), 0
     parts = slice(index, None), slice(0, index)
-    return tuple(mx.concatenate([x[:, :, part] for part in parts], axis=2) for x in (keys, values))
+    turned = tuple(mx.concatenate([x[:, :, part] for part in parts], axis=2) for x in (keys, values))
+    return (turned[0], turned[1]), 0

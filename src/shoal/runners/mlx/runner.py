@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -14,21 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from shoal.errors import RunnerError
 from shoal.models.files import ModelFiles
 from shoal.runners.mlx.loading import Loaded, Precision, leave_thread, read_model, spec_of
+from shoal.runners.mlx.places import Live, Places
 from shoal.runners.mlx.rows import Ahead, Rows, alike, arrays, kv_leaves, state_leaves
-from shoal.runners.mlx.store import BlockStore
-from shoal.runners.plan import BlockId, ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
-
-
-@dataclass(slots=True, eq=False)
-class Live:
-    """A sequence whose KV is in rows: `stored` of its positions are in the block store too.
-
-    `alone` holds its row until it is in the batch that decodes.
-    """
-
-    table: tuple[BlockId, ...]
-    stored: int
-    alone: Rows | None = field(default=None)
+from shoal.runners.plan import ModelSpec, ScheduledSequence, SeqId, StepOutput, StepPlan, Want
 
 
 class MLXRunner:
@@ -36,8 +23,7 @@ class MLXRunner:
 
     A pass is up to two: the prompt tokens of a step but for the last of each sequence, which fill caches only; then one
     token for every sequence that wants output, all rows at once. KV is copied into blocks when its sequence leaves or
-    another one reads it. Invariant: `_owner[block]` is the one sequence that may still have slots of the block that are
-    not in the store. All calls must come from the thread that made the runner.
+    another one reads it. All calls must come from the thread that made the runner.
     """
 
     def __init__(self, loaded: Loaded, spec: ModelSpec) -> None:
@@ -45,9 +31,6 @@ class MLXRunner:
         self._spec = spec
         self._model: Any = loaded.model
         self._thread = threading.get_ident()
-        self._store = BlockStore(spec.block_size)
-        self._owner: dict[BlockId, SeqId] = {}
-        self._live: dict[SeqId, Live] = {}
         self._batch = Rows([], [], [])
         self._wired_before: int | None = None
         self._ahead: Ahead | None = None
@@ -55,7 +38,8 @@ class MLXRunner:
         self._states: dict[int, list[list[mx.array]]] = {}
         # A rotating cache forgets: what is in it must be stored before it is a window old.
         window = loaded.window
-        self._store_every = None if window is None else max(1, min(spec.block_size, window - spec.max_chain))
+        store_every = None if window is None else max(1, min(spec.block_size, window - spec.max_chain))
+        self._places = Places(spec.block_size, store_every)
 
     @classmethod
     def load(
@@ -115,9 +99,7 @@ class MLXRunner:
         try:
             return self._execute(plan)
         except (RuntimeError, ValueError, MemoryError, RunnerError) as error:
-            gone = {item.seq_id for item in plan.sequences} | set(self._batch.ids)
-            for seq_id in gone:
-                self._live.pop(seq_id, None)
+            self._places.lose({item.seq_id for item in plan.sequences} | set(self._batch.ids))
             self._batch, self._ahead = Rows([], [], []), None
             if isinstance(error, RunnerError):
                 raise
@@ -126,11 +108,9 @@ class MLXRunner:
     def release(self, seq_ids: Sequence[SeqId]) -> None:
         """Store what these sequences' rows hold, and drop the rows."""
         self._check_thread()
-        for seq_id in seq_ids:
-            live = self._live.get(seq_id)
-            if live is not None:
-                self._forget(seq_id, live)
-        if not any(seq_id in self._live for seq_id in self._batch.ids):
+        live = self._places.live
+        self._places.forget([seq_id for seq_id in seq_ids if seq_id in live])
+        if not any(seq_id in live for seq_id in self._batch.ids):
             self._batch, self._ahead = Rows([], [], []), None
 
     def close(self) -> None:
@@ -140,9 +120,7 @@ class MLXRunner:
             mx.set_wired_limit(self._wired_before)
             self._wired_before = None
         self._model = None
-        self._store.clear()
-        self._owner.clear()
-        self._live.clear()
+        self._places.clear()
         self._states.clear()
         self._batch, self._ahead = Rows([], [], []), None
         mx.clear_cache()
@@ -162,74 +140,63 @@ class MLXRunner:
         if self._model is None:
             raise RunnerError("the runner is closed", hint="load the model again")
         for source, destination in plan.copies:
-            self._flush_owner(source)
-            self._owner.pop(destination, None)
-            self._store.copy(source, destination)
-        self._make_way(plan)
-        for item in plan.sequences:
+            self._places.copy(source, destination)
+        staying = self._make_way(plan)
+        others = [item for item in plan.sequences if item.seq_id not in staying]
+        for item in others:
             if item.save is not None and item.want is not Want.NOTHING:
                 raise RunnerError("a chunk that wants output keeps no state", value=item.want, limit=Want.NOTHING)
             self._admit(item)
-        for item in plan.sequences:
-            self._claim(item, plan.chain)
-        self._prefill(plan.sequences)
+        self._places.claim(plan)
+        joining = self._prefill(others)
         wanted = [item for item in plan.sequences if item.want is not Want.NOTHING]
-        if not wanted:
-            mx.eval([arrays(live.alone.caches) for live in self._live.values() if live.alone is not None])
-            return StepOutput({})
-        return self._decode(wanted, plan.chain)
+        output = self._decode(wanted, plan.chain, joining) if wanted else StepOutput({})
+        chunks = [self._places.live[item.seq_id].rows for item in others if item.want is Want.NOTHING]
+        mx.eval([arrays(rows.caches) for rows in chunks])  # a step is to take the time of all that it computes
+        return output
 
-    def _make_way(self, plan: StepPlan) -> None:
-        """Take rows out of the batch that this step does not feed as the batch is fed: one token, for output."""
+    def _make_way(self, plan: StepPlan) -> set[SeqId]:
+        """Take rows out of the batch that this step does not feed as the batch is fed: one token, for output.
+
+        Gives the sequences that stay in it. What was started ahead is taken back unless it is what they want; rows may
+        leave and join.
+        """
         feeds = {item.seq_id: item for item in plan.sequences}
-        if self._ahead is not None and not self._goes_on(feeds, self._ahead):
-            self._batch.take_back()
-            self._ahead = None
-        keep = []
-        for row, seq_id in enumerate(self._batch.ids):
-            item, live = feeds.get(seq_id), self._live.get(seq_id)
-            if live is None:
+        batch, ahead, live = self._batch, self._ahead, self._places.live
+        keep, apart = [], []
+        as_started = all(item.want in (Want.ARGMAX, Want.NOTHING) for item in plan.sequences)
+        for row, (seq_id, length) in enumerate(zip(batch.ids, batch.lengths, strict=True)):
+            if seq_id not in live:
                 continue
-            ready = item is not None and len(item.tokens) == 1 and item.want is not Want.NOTHING
-            if ready and item is not None and item.start == self._batch.lengths[row] and item.load is None:
-                keep.append(row)
-            else:
-                live.alone = self._batch.alone(row)
-        if self._ahead is not None and len(keep) < len(self._batch):
-            self._ahead = self._ahead.of(keep) if keep else None
-        self._batch.keep(keep)
-        if not self._spec.recurrent:  # what waits goes to the store; recurrent state cannot
-            for seq_id, live in list(self._live.items()):
-                if seq_id not in feeds:
-                    self._forget(seq_id, live)
-
-    def _goes_on(self, feeds: Mapping[SeqId, ScheduledSequence], ahead: Ahead) -> bool:
-        """Whether the step wants what was started ahead: rows may have left the batch, none joins it."""
-        rows = set(self._batch.ids)
-        if any(seq_id not in rows for seq_id in feeds):
-            return False
-        for row, seq_id in enumerate(self._batch.ids):
             item = feeds.get(seq_id)
-            if item is None:
-                if seq_id in self._live:
-                    return False
-            elif (item.tokens, item.want, item.start) != ((ahead.fed[row],), Want.ARGMAX, self._batch.lengths[row]):
-                return False
-        return True
+            if item is None or not _goes_on(item, length):
+                apart.append(row)
+                continue
+            keep.append(row)
+            if ahead is not None and item.tokens[0] != ahead.fed[row]:
+                as_started = False
+        if ahead is not None and (apart or not as_started):
+            batch.take_back()
+            self._ahead = ahead = None
+        if not self._spec.recurrent:  # what waits goes to the store; recurrent state cannot
+            self._places.forget([seq_id for seq_id in live if seq_id not in feeds])
+        for row in apart:
+            if batch.ids[row] in live:
+                self._places.settle(batch.alone(row))
+        if ahead is not None and len(keep) < len(batch):
+            self._ahead = ahead.of(keep) if keep else None
+        batch.keep(keep)
+        return set(batch.ids)
 
     def _admit(self, item: ScheduledSequence) -> None:
         """See to it that the sequence has rows with its positions below `start`."""
-        live = self._live.get(item.seq_id)
-        if live is not None:
-            length = self._length(item.seq_id, live)
-            if length == item.start and item.load is None:
+        places = self._places
+        if item.seq_id in places.live:
+            if places.length(item.seq_id) == item.start and item.load is None:
                 return
-            self._flush(item.seq_id, live)
-        for block in set(item.block_table[: -(-item.start // self._spec.block_size)]):
-            self._flush_owner(block)
-        caches = self._assembled(item)
-        rows = Rows(caches, [item.seq_id], [item.start])
-        self._live[item.seq_id] = Live(item.block_table, item.start, rows)
+            places.flush([item.seq_id])
+        rows = Rows(self._assembled(item), [item.seq_id], [item.start])
+        places.live[item.seq_id] = Live(item.block_table, item.start, rows)
 
     def _assembled(self, item: ScheduledSequence) -> list[Any]:
         """Fresh caches that hold positions 0 .. start - 1, from blocks and a checkpoint."""
@@ -246,7 +213,7 @@ class MLXRunner:
             for leaf, parts in zip(states, saved, strict=True):
                 leaf.cache = list(parts)
         kv = kv_leaves(caches)
-        parts = self._store.read(item.block_table, item.start) if kv else []
+        parts = self._places.read(item.block_table, item.start) if kv else []
         for i, leaf in enumerate(kv):
             keys = mx.concatenate([part[i][0] for part in parts], axis=2) if len(parts) > 1 else parts[0][i][0]
             values = mx.concatenate([part[i][1] for part in parts], axis=2) if len(parts) > 1 else parts[0][i][1]
@@ -258,141 +225,95 @@ class MLXRunner:
                 leaf.state = keys[:, :, -held:], values[:, :, -held:], item.start, 0, window, held
         return caches
 
-    def _claim(self, item: ScheduledSequence, chain: int) -> None:
-        """Note that the blocks this item writes are its own from the first fed slot on."""
-        size = self._spec.block_size
-        live = self._live[item.seq_id]
-        live.table = item.block_table
-        first, slot = divmod(item.start, size)
-        last = (item.start + len(item.tokens) + chain - 2) // size
-        if last >= len(item.block_table):
-            raise RunnerError(f"sequence {item.seq_id} feeds past its block table", value=last, limit=len(live.table))
-        for index in range(first, last + 1):
-            block = item.block_table[index]
-            if self._owner.get(block) != item.seq_id:
-                self._owner[block] = item.seq_id
-                self._store.truncate(block, slot if index == first else 0)
+    def _prefill(self, items: Sequence[ScheduledSequence]) -> list[Rows]:
+        """Feed sequences that are not in the batch: all tokens of one that wants nothing, all but the last of others.
 
-    def _prefill(self, items: Sequence[ScheduledSequence]) -> None:
-        """Feed prompt tokens: all of a sequence that wants nothing, all but the last of one that wants output.
-
-        Those that want output share a pass when their lengths are alike, and join the batch.
+        Those that want output share a pass when their lengths are alike, and are given back: they may join the batch.
         """
         joining: list[tuple[Rows, Sequence[int]]] = []
+        ready = []
         for item in items:
-            rows = self._live[item.seq_id].alone
-            if rows is None:
-                continue
+            rows = self._places.live[item.seq_id].rows
             if item.want is Want.NOTHING:
                 rows.feed(self._model, [item.tokens])
                 self._after_prefill(item, rows)
             else:
                 joining.append((rows, item.tokens[:-1]))
-        for group in alike(joining):
+        for group in alike(joining, lambda pair: len(pair[1])):
             rows = group[0][0]
             rows.join([other for other, _ in group[1:]])
-            for seq_id in rows.ids:
-                self._live[seq_id].alone = rows
+            self._places.settle(rows)
             if group[0][1]:
                 rows.feed(self._model, [tokens for _, tokens in group])
-                self._store_old(rows.ids)
-            self._batch.join([rows])
-            for seq_id in rows.ids:
-                self._live[seq_id].alone = None
+                self._places.store_old(rows.ids)
+            ready.append(rows)
+        return ready
 
     def _after_prefill(self, item: ScheduledSequence, rows: Rows) -> None:
         if item.save is not None:
             self._states[item.save] = [list(leaf.cache) for leaf in state_leaves(rows.caches)]
-        self._store_old([item.seq_id])
+        self._places.store_old([item.seq_id])
 
-    def _decode(self, items: Sequence[ScheduledSequence], chain: int) -> StepOutput:
+    def _decode(self, items: Sequence[ScheduledSequence], chain: int, joining: Sequence[Rows]) -> StepOutput:
         """One token for each row, `chain` times; the token fed back stays on the device."""
-        by_id = {item.seq_id: item for item in items}
-        ordered = [by_id[seq_id] for seq_id in self._batch.ids]
         if chain > 1 and any(item.want is not Want.ARGMAX or len(item.tokens) > 1 for item in items):
             raise RunnerError("a chained step feeds one token per sequence and wants the arg-max", value=chain)
-        chosen: list[mx.array] = []
-        wanted, rows = None, [self._batch.ids.index(item.seq_id) for item in items if item.want is Want.LOGITS]
-        if self._ahead is not None:
-            best = self._ahead.best
-            chosen.append(self._ahead.chosen)
-        else:
-            best, given, logits = self._started(mx.array([item.tokens[-1] for item in ordered]))
-            chosen.append(given)
-            wanted = logits[mx.array(rows)].astype(mx.float32) if rows else None
+        by_id = {item.seq_id: item for item in items}
+        best, given, logits = self._first(by_id, joining)
+        ordered = [by_id[seq_id] for seq_id in self._batch.ids]
+        rows = [self._batch.ids.index(item.seq_id) for item in items if item.want is Want.LOGITS]
+        wanted = logits[mx.array(rows)].astype(mx.float32) if rows and logits is not None else None
+        chosen = [given]
         while len(chosen) < chain:
-            best, given, _ = self._started(best)
+            best, given, _ = self._started(self._batch, best)
             chosen.append(given)
-        following = self._started(best) if self._may_run_ahead and not rows else None
+        following = self._started(self._batch, best) if self._may_run_ahead and not rows else None
         mx.eval(chosen, wanted)
         tokens = [step.tolist() for step in chosen]
         self._batch.lengths = [length + chain for length in self._batch.lengths]
         self._batch.ahead = 0 if following is None else 1
         self._ahead = None if following is None else Ahead(tokens[-1], following[0], following[1])
-        self._store_old(self._batch.ids)
-        argmax = {
-            item.seq_id: tuple(step[row] for step in tokens)
-            for row, item in enumerate(ordered)
-            if item.want is Want.ARGMAX
-        }
+        self._places.store_old(self._batch.ids)
+        written = zip(ordered, zip(*tokens, strict=True), strict=True)
+        argmax = {item.seq_id: chain_of for item, chain_of in written if item.want is Want.ARGMAX}
         return StepOutput(argmax, None if wanted is None else np.array(wanted))
 
-    def _started(self, fed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Start a step of the batch, one token a row; gives the best tokens to feed, the same with -1 where the logits
+    def _first(
+        self, items: Mapping[SeqId, ScheduledSequence], joining: Sequence[Rows]
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
+        """The next step of the batch and of those who join it, which are in it afterwards; what `_started` gives.
+
+        What was started ahead is that step; who joins then takes it alone, and there are no logits.
+        """
+        batch, ahead = self._batch, self._ahead
+        if ahead is None:
+            batch.join(joining)
+            self._places.settle(batch)
+            return self._started(batch, mx.array([items[seq_id].tokens[-1] for seq_id in batch.ids]))
+        if not joining:
+            return ahead.best, ahead.chosen, None
+        new, *others = joining
+        new.join(others)
+        best, chosen, _ = self._started(new, mx.array([items[seq_id].tokens[-1] for seq_id in new.ids]))
+        new.ahead = batch.ahead  # now both have a token more than their lengths say
+        order = [*batch.ids, *new.ids]
+        batch.join([new])
+        self._places.settle(batch)
+        rows = mx.array([order.index(seq_id) for seq_id in batch.ids])
+        return mx.concatenate([ahead.best, best])[rows], mx.concatenate([ahead.chosen, chosen])[rows], None
+
+    def _started(self, rows: Rows, fed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Start a step of these rows, one token each; gives the best tokens to feed, the same with -1 where the logits
         are not finite, and the logits [B, V]. None of it has been waited for.
         """
-        logits = self._batch.step(self._model, fed)
+        logits = rows.step(self._model, fed)
         best = mx.argmax(logits, axis=-1)
         chosen = mx.where(mx.isfinite(mx.max(logits, axis=-1)), best.astype(mx.int32), -1)
         mx.async_eval(chosen)
         return best, chosen, logits
 
-    # -- between rows and blocks --------------------------------------------------------------------------------
 
-    def _length(self, seq_id: SeqId, live: Live) -> int:
-        rows, row = self._place(seq_id, live)
-        return rows.lengths[row]
-
-    def _place(self, seq_id: SeqId, live: Live) -> tuple[Rows, int]:
-        rows = self._batch if live.alone is None else live.alone
-        return rows, rows.ids.index(seq_id)
-
-    def _forget(self, seq_id: SeqId, live: Live) -> None:
-        """Leave a sequence's KV to the store."""
-        self._flush(seq_id, live)
-        del self._live[seq_id]
-        for block in live.table:
-            if self._owner.get(block) == seq_id:
-                del self._owner[block]
-
-    def _flush_owner(self, block: BlockId) -> None:
-        owner = self._owner.get(block)
-        if owner is None:
-            return
-        live = self._live.get(owner)
-        if live is not None:  # None after a failed pass
-            self._flush(owner, live)
-
-    def _flush(self, seq_id: SeqId, live: Live) -> None:
-        """Copy what the store lacks of a sequence into it, where its blocks are still its own."""
-        rows, row = self._place(seq_id, live)
-        length = rows.lengths[row]
-        if length == live.stored:
-            return
-        size = self._spec.block_size
-        end = -(-length // size)
-        mine = [self._owner.get(block) == seq_id for block in live.table[:end]]
-        if any(mine[live.stored // size :]):
-            kv = rows.kv(row, live.stored, length)
-            mx.async_eval(kv)
-            self._store.write(live.table, live.stored, kv, mine)
-        live.stored = length
-
-    def _store_old(self, seq_ids: Sequence[SeqId]) -> None:
-        """Before a rotating cache forgets them, store positions that only rows have."""
-        if self._store_every is None:
-            return
-        for seq_id in seq_ids:
-            live = self._live[seq_id]
-            if self._length(seq_id, live) - live.stored >= self._store_every:
-                self._flush(seq_id, live)
+def _goes_on(item: ScheduledSequence, length: int) -> bool:
+    """Whether a row with `length` tokens is fed as a batch is: the next token, for output."""
+    fed = len(item.tokens) == 1 and item.start == length and item.want is not Want.NOTHING
+    return fed and item.load is None and item.save is None
