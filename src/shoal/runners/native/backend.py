@@ -66,17 +66,19 @@ def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | N
 
     core = load_core()
     asked = os.environ.get("SHOAL_ISA", "auto")
+    isas = tuple(name for name in core.isas() if asked == "auto" or name.startswith(asked))
+    bf16 = isas[:1] == ("amx",)
     packed = None
     if model is not None and cache_dir is not None:
         packed = packed_path(model.files, cache_dir, config.precision)
     return RunnerCard(
         devices=(f"CPU, {config.threads or core.cpus()} threads",),
-        precision="int8" if config.precision == "auto" else config.precision,
+        precision=("bf16" if bf16 else "int8") if config.precision == "auto" else config.precision,
         why=f"weights {'as the file has them' if config.precision == 'auto' else f'quantised to {config.precision}'}, "
-        "activations in 8 bits per group of 32; "
+        f"activations in {'bf16 on matrix registers' if bf16 else '8 bits per group of 32'}; "
         "KV in bf16 (kv_precision='u8' halves it)",
         kv=("bf16", "u8"),
-        isa=tuple(name for name in core.isas() if asked == "auto" or name.startswith(asked)),
+        isa=isas,
         file_bytes=None if model is None else model.file_bytes,
         packed_bytes=packed.stat().st_size if packed is not None and packed.exists() else None,
     )

@@ -104,6 +104,8 @@ class NativeRunner:
             settings["windows"] = spec.num_windows
             settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa, "map": mmap}
             loaded = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
+            if precision == "auto" and loaded.isa == "amx":
+                spec = replace(spec, precision="bf16")
             apart = " windows" if spec.window else ""
             return cls(loaded, spec, f"{path.name} {facts['kv_bits']} {loaded.isa} {core_hash()}{apart}")
 
