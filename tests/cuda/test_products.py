@@ -11,6 +11,7 @@ from tests.cuda.runners import torch  # isort: skip - first, it tells Triton whe
 from shoal.runners.cuda import kernels as k
 from shoal.runners.cuda import products
 from shoal.runners.cuda.products import few_of, product
+from shoal.runners.cuda.supports import SPLIT_ROWS
 from shoal.runners.cuda.weights import stacked
 from tests.cuda.interpreter import mend_dot
 from tests.cuda.tiny import random_weight
@@ -43,6 +44,23 @@ def test_few_rows_get_the_sums_of_a_product(kind: str, epilogue: Any) -> None:
         assert (total - exact[:rows]).norm() < 0.02 * exact[:rows].norm()
     if cuda:
         assert all(torch.equal(rows, found[-1][: len(rows)]) for rows in found)
+
+
+def test_tiles_of_many_rows_keep_the_processors_busy_and_fit_the_memory_for_sums() -> None:
+    device = torch.device("cpu")  # counts as 132 processors
+    output, gates = (stacked([random_weight("BF16", n, 256)], device)[0] for n in (1024, 6144))
+    for matrix, rows, split, expected in (
+        (output, 64, True, (64, 2)),
+        (output, 256, True, (64, 2)),
+        (output, 256, False, (64, 1)),
+        (output, 2048, True, (128, 1)),
+        (gates, 512, False, (64, 1)),
+        (gates, 2048, False, (128, 1)),
+    ):
+        assert products.many_of(matrix, rows, split=split) == expected, (matrix.n, rows)
+    for rows in range(33, 9000, 31):
+        _, parts = products.many_of(output, rows, split=True)
+        assert parts * rows <= max(rows, 4 * SPLIT_ROWS), rows
 
 
 def test_what_shared_memory_does_not_hold_goes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:

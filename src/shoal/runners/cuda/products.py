@@ -13,12 +13,12 @@ from shoal.runners.cuda import kernels as k
 from shoal.runners.cuda import kernels_few as kf
 from shoal.runners.cuda import kernels_many as km
 from shoal.runners.cuda.copies import boxes
+from shoal.runners.cuda.supports import SPLIT_ROWS
 from shoal.runners.cuda.weights import BF16, Matrix
 
 FEW_ROWS = 32  # up to here a narrow product gives each segment of K a program of its own
 HEAD_N = 128  # tokens of the vocabulary that one program takes
 LEAST_ROWS = 16  # of x that an instruction takes: fewer are filled up; up to here `product_few` is taken
-SPLIT_ROWS = 1024  # up to here K may be cut: what is left are as many sums an output
 NORMED_ROWS = 8  # up to here a product norms what it reads of the residual, or adds to it: a kernel less
 SQUARES = int(k.SQUARES.value)  # neighbours of a row of the residual whose squares are summed
 _GROUP_ROWS, _LOAD = int(km.GROUP_ROWS.value), int(km.LOAD.value)

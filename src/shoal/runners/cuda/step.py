@@ -22,7 +22,6 @@ from shoal.runners.cuda.products import (
     FEW_ROWS,
     HEAD_N,
     LEAST_ROWS,
-    SPLIT_ROWS,
     SQUARES,
     Residual,
     add_product,
@@ -30,6 +29,7 @@ from shoal.runners.cuda.products import (
     few_of,
     product,
 )
+from shoal.runners.cuda.supports import SPLIT_ROWS
 from shoal.runners.cuda.weights import Matrix
 
 BLOCK = 32  # token slots of a KV block

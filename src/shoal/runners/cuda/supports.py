@@ -9,6 +9,7 @@ from shoal.models.decoder import Attention, Decoder, DeltaNet, Dense, FeedForwar
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clipped": 2}
 SCORINGS = {"softmax": 0, "sigmoid": 1, "chosen": 2}
+SPLIT_ROWS = 1024  # up to so many rows a product may be cut along its inputs: then four sums of an output are left
 
 
 def refusal(decoder: Decoder) -> str | None:
@@ -106,7 +107,8 @@ def step_bytes(decoder: Decoder, rows: int, wanted: int) -> int:
     mixed = {kind: max(_mixer_bytes(layer.mixer, kind) for layer in decoder.layers) for kind in (Attention, DeltaNet)}
     fed = max(_feed_bytes(layer.feed_forward, decoder.width) for layer in decoder.layers)
     row = decoder.width * 6 + sum(mixed.values()) + fed
-    return rows * row + wanted * decoder.vocab_size * 4
+    cut = 4 * min(rows, SPLIT_ROWS) * decoder.width * 4
+    return rows * row + wanted * decoder.vocab_size * 4 + cut
 
 
 def _mixer_bytes(mixer: Mixer | None, kind: type[Attention | DeltaNet]) -> int:
