@@ -200,7 +200,7 @@ class NativeRunner:
                 s.tokens,
                 s.start,
                 s.block_table,
-                _WANTS[s.want],
+                _WANTS.get(s.want, -1),  # refused by the core
                 s.top,
                 s.rows,
                 s.seq_id,
