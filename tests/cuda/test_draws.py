@@ -7,6 +7,7 @@ import pytest
 
 from tests.cuda.runners import torch  # isort: skip - first, it tells Triton where to run
 
+from shoal.runners.cuda import choices
 from shoal.runners.cuda.choices import DeviceRows
 from shoal.runners.plan import Draw
 from shoal.sampling.sampler import SamplerState, inverse, sample
@@ -55,3 +56,18 @@ def test_a_number_near_the_end_of_a_token_is_left_to_the_sampler() -> None:
         found = held.draw({1: Draw(1.0, 0.0, float(number))})[1]
         assert not isinstance(found, int)
         assert np.array_equal(found, row)
+
+
+def test_a_device_that_draws_others_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner asks once, when it is loaded."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    assert choices.draws_as_the_sampler(device)
+    true = DeviceRows.draw
+
+    def wrong(self: DeviceRows, draws: dict[int, Draw]) -> dict[int, object]:
+        found: dict[int, object] = dict(true(self, draws))
+        found[9] = 0
+        return found
+
+    monkeypatch.setattr(DeviceRows, "draw", wrong)
+    assert not choices.draws_as_the_sampler(device)

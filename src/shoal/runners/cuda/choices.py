@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from shoal.runners.cuda import kernels_sampling as ks
 from shoal.runners.plan import Draw, SeqId
+from shoal.sampling.sampler import SamplerState, inverse, sample
+from shoal.types import SamplingParams
 
 _DRAWN_AT_ONCE = 2048  # logits that a program sums at once
 
@@ -47,6 +49,27 @@ class DeviceRows:
             seq_ids = list(draws)
             found.update((seq_ids[i], row) for i, row in zip(unsure, whole, strict=True))
         return found
+
+
+def draws_as_the_sampler(device: torch.device) -> bool:
+    """Whether tokens drawn on this device are the sampler's: of 64 rows, those that it is sure of, and most are."""
+    rng, rows = np.random.default_rng(1), 64
+    logits = rng.normal(0, 3, (rows, 2 * _DRAWN_AT_ONCE + 5)).astype(np.float32)
+    states = [
+        SamplerState(
+            SamplingParams(temperature=(0.5, 1.0, 1.5)[i % 3], min_p=(0.0, 0.02)[i % 2]),
+            seed=i,
+            vocab_size=logits.shape[1],
+        )
+        for i in range(rows)
+    ]
+    draws = {
+        i: Draw(float(inverse(s.params.temperature)), s.params.min_p, s.next_uniform()) for i, s in enumerate(states)
+    }
+    expected, _ = sample(logits, states)
+    drawn = DeviceRows(torch.from_numpy(logits).to(device), {i: i for i in range(rows)}).draw(draws)
+    sure = {i: token for i, token in drawn.items() if isinstance(token, int)}
+    return len(sure) > rows // 2 and all(token == expected[i] for i, token in sure.items())
 
 
 def largest(
