@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_page_agrees_with_the_result_it_names() -> None:
     """Fails when docs/benchmarks.md, its plots or the README's table were not made from the stored result."""
     page = (ROOT / "docs" / report.PAGE).read_text("utf-8")
-    named = re.match(r"<!-- Made by `shoal bench report (\S+)` \((\w+)\)", page)
+    named = re.match(r"<!-- Made by `shoal bench report (\S+) --others` \((\w+)\)", page)
     assert named, "the page names no result"
     results = Results.read(ROOT / named[1])
     others = report.beside(ROOT / named[1])
@@ -54,6 +54,7 @@ def test_a_report_says_what_the_result_says(tmp_path: Path) -> None:
     path = write(tmp_path / "benchmarks" / "results" / "a.json", document())
     made = CliRunner().invoke(app, ["bench", "report", str(path), "--out", str(tmp_path / "docs")])
     assert made.exit_code == 0, made.output
+    assert "Also measured" not in (tmp_path / "docs" / "benchmarks.md").read_text("utf-8")
     page = (tmp_path / "docs" / "benchmarks.md").read_text("utf-8")
     assert "| shoal (3 runs) | 1,000 (990 to 1,010) |" in page
     assert "| llama.cpp, same file | 4.00 |" in page, "eight streams: 1,000 over 250"

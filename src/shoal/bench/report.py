@@ -13,13 +13,13 @@ from shoal.bench.plots import PLOTS
 from shoal.bench.results import Results
 
 PAGE = "benchmarks.md"
-_SOURCE = "<!-- Made by `shoal bench report {path}` ({digest}). Do not edit. -->"
+_SOURCE = "<!-- Made by `shoal bench report {path}{others}` ({digest}). Do not edit. -->"
 
 
 def markdown(results: Results, path: str, others: Sequence[Results] = ()) -> str:
     """The whole page; `path` is how it names the result. `others`: what else was measured, its tables at the end."""
     parts = [
-        _SOURCE.format(path=path, digest=results.digest),
+        _SOURCE.format(path=path, others=" --others" if others else "", digest=results.digest),
         "# Benchmarks",
         _introduction(results, path),
         *_sections(results),

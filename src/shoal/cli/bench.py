@@ -123,11 +123,12 @@ def _tell(line: str) -> None:
 def report(
     file: Annotated[Path, typer.Argument(metavar="RESULT", help="What --out wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the page and its plots.")] = Path(),
+    others: Annotated[bool, typer.Option("--others", help="Also what the other results in its folder say.")] = False,
 ) -> None:
     """Write a page, benchmarks.md, with plots in img/, from a result."""
-    from shoal.bench.report import write
+    from shoal.bench.report import beside, write
 
-    for path in write(file, out):
+    for path in write(file, out, others=beside(file) if others else ()):
         print(path)
 
 
