@@ -61,7 +61,7 @@ def test_a_number_near_the_end_of_a_token_is_left_to_the_sampler() -> None:
 def test_a_device_that_draws_others_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runner asks once, when it is loaded."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    assert choices.draws_as_the_sampler(device)
+    assert choices.draws_rightly(device)
     true = DeviceRows.draw
 
     def wrong(self: DeviceRows, draws: dict[int, Draw]) -> dict[int, object]:
@@ -70,4 +70,4 @@ def test_a_device_that_draws_others_is_found_out(monkeypatch: pytest.MonkeyPatch
         return found
 
     monkeypatch.setattr(DeviceRows, "draw", wrong)
-    assert not choices.draws_as_the_sampler(device)
+    assert not choices.draws_rightly(device)

@@ -97,7 +97,7 @@ def load_decoder(
     import torch
 
     from shoal.runners.cuda.access import identity_of
-    from shoal.runners.cuda.choices import draws_as_the_sampler
+    from shoal.runners.cuda.choices import draws_rightly
     from shoal.runners.cuda.model import upload
     from shoal.runners.cuda.runner import CUDARunner, bucket
     from shoal.runners.cuda.supports import kv_bytes_per_token, state_bytes, step_bytes
@@ -134,7 +134,7 @@ def load_decoder(
             hint="lower kv_memory, or load a smaller model",
         ) from error
     spec = spec_of(decoder, blocks, model.weight_bytes, transient, eight=eight, checkpoints=checkpoints)
-    if target.type == "cuda" and not draws_as_the_sampler(target):  # another exp than the one it was made for
+    if target.type == "cuda" and not draws_rightly(target):  # another exp than the one it was made for
         log.warning("%s draws other tokens than the sampler: they are drawn on the host", device)
         spec = replace(spec, draws=False)
     return CUDARunner(model, spec, identity_of(key, "u8" if eight else "bf16", target), slots=slots, rows=rows)
