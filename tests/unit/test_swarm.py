@@ -132,7 +132,7 @@ def test_serial_gives_the_same_texts_one_after_another(plain: Engine) -> None:
 def test_abort_ends_all_and_keeps_what_there_is(serial: bool) -> None:
     async def work(made: Engine) -> None:
         swarm.start(made)
-        while swarm.cards[0].tokens < 3:
+        while swarm.cards[0].tokens < 3 or (swarm.cards[-1].tokens < 1 and not serial):
             await swarm.pump(timeout_s=0.02)
         assert swarm.cards[0].state is CardState.DECODING
         assert swarm.cards[-1].state is (CardState.QUEUED if serial else CardState.DECODING)
