@@ -67,4 +67,5 @@ def test_every_quantised_type_keeps_its_weights(kind: str, isa: str, tmp_path: P
     rows = rows_of(runner, tokens)
     runner.close()
     assert mean_kl(exact[[2, *range(39, 50)]], rows) < 3e-3
-    assert np.corrcoef(exact[-1], rows[-1])[0, 1] > 0.998
+    least = 0.998 if (kind, isa) == ("Q3_K", "amx") else 0.999  # its codes, from 0 to 7, are rounded with their scale
+    assert np.corrcoef(exact[-1], rows[-1])[0, 1] > least

@@ -110,39 +110,25 @@ class TokenChooser:
                 ending.append(_nothing_to_choose(states[seq_id]))
             else:
                 outcomes[seq_id] = states[seq_id].take(tokens)
-        for seq_id, (ids, logits) in output.top.items():
-            state = self._states[seq_id]
-            token = sample_top(ids, logits, state.sampler)
-            if token == INVALID_TOKEN:
-                ending.append(_nothing_to_choose(state))
-                continue
-            state.sampler.accept(token)
-            outcomes[seq_id] = state.take((token,))
+        chosen = {i: sample_top(ids, logits, states[i].sampler) for i, (ids, logits) in output.top.items()}
         if output.rows is not None:
-            self._draw(plan, output.rows, outcomes, ending)
+            chosen |= self._drawn(plan, output.rows)
+        for seq_id, token in chosen.items():
+            if token == INVALID_TOKEN:
+                ending.append(_nothing_to_choose(states[seq_id]))
+                continue
+            states[seq_id].sampler.accept(token)
+            outcomes[seq_id] = states[seq_id].take((token,))
         if output.logits is not None:
             self._choose_from_rows(plan, output.logits, drafts, outcomes, ending)
         return outcomes, ending
 
-    def _draw(
-        self,
-        plan: StepPlan,
-        rows: HeldRows,
-        outcomes: dict[SeqId, JudgedTokens],
-        ending: list[Abort | Fail],
-    ) -> None:
-        """As `choose`, of the sequences whose rows stay on the device."""
-        drawing = [item.seq_id for item in plan.sequences if item.want is Want.DRAW]
-        found = rows.draw({seq_id: _draw_of(self._states[seq_id].sampler) for seq_id in drawing})
-        for seq_id in drawing:
-            state, token = self._states[seq_id], found[seq_id]
-            if not isinstance(token, int):  # it could not tell
-                token, _ = self._rows.choose(token, state.sampler)
-            if token == INVALID_TOKEN:
-                ending.append(_nothing_to_choose(state))
-                continue
-            state.sampler.accept(token)
-            outcomes[seq_id] = state.take((token,))
+    def _drawn(self, plan: StepPlan, rows: HeldRows) -> dict[SeqId, int]:
+        """Tokens of the sequences whose rows stay on the device, or INVALID_TOKEN."""
+        samplers = {item.seq_id: self._states[item.seq_id].sampler for item in plan.sequences if item.want is Want.DRAW}
+        found = rows.draw({seq_id: _draw_of(sampler) for seq_id, sampler in samplers.items()})
+        # a whole row comes back where the device could not tell
+        return {i: t if isinstance(t, int) else self._rows.choose(t, samplers[i])[0] for i, t in found.items()}
 
     def _choose_from_rows(
         self,

@@ -62,20 +62,20 @@ def load(model: LocalModel, config: EngineConfig, cache_dir: Path, progress: Pro
 def describe(model: LocalModel | None, config: EngineConfig, cache_dir: Path | None) -> RunnerCard:
     """Threads, instruction sets and the size of the packed weights."""
     from shoal.runners.native.core import load_core
-    from shoal.runners.native.runner import packed_path
+    from shoal.runners.native.runner import activations, packed_path
 
     core = load_core()
     asked = os.environ.get("SHOAL_ISA", "auto")
     isas = tuple(name for name in core.isas() if asked == "auto" or name.startswith(asked))
-    bf16 = isas[:1] == ("amx",)
+    inputs = activations(isas[0] if isas else asked)
     packed = None
     if model is not None and cache_dir is not None:
         packed = packed_path(model.files, cache_dir, config.precision)
     return RunnerCard(
         devices=(f"CPU, {config.threads or core.cpus()} threads",),
-        precision=("bf16" if bf16 else "int8") if config.precision == "auto" else config.precision,
+        precision=inputs if config.precision == "auto" else config.precision,
         why=f"weights {'as the file has them' if config.precision == 'auto' else f'quantised to {config.precision}'}, "
-        f"activations in {'bf16 on matrix registers' if bf16 else '8 bits per group of 32'}; "
+        f"activations in {'8 bits per group of 32' if inputs == 'int8' else f'{inputs} on matrix registers'}; "
         "KV in bf16 (kv_precision='u8' halves it)",
         kv=("bf16", "u8"),
         isa=isas,

@@ -104,8 +104,8 @@ class NativeRunner:
             settings["windows"] = spec.num_windows
             settings |= {"threads": threads or core.cpus(), "pin": pin_threads, "isa": isa, "map": mmap}
             loaded = core.Core(facts, settings, str(path), packed.start, packed.tensors, packed.pieces)
-            if precision == "auto" and loaded.isa == "amx":
-                spec = replace(spec, precision="bf16")
+            if precision == "auto":
+                spec = replace(spec, precision=activations(loaded.isa))
             apart = " windows" if spec.window else ""
             return cls(loaded, spec, f"{path.name} {facts['kv_bits']} {loaded.isa} {core_hash()}{apart}")
 
@@ -235,6 +235,11 @@ class NativeRunner:
         if self._core is None:
             raise RunnerError("the runner is closed", hint="load the model again")
         return self._core
+
+
+def activations(isa: str) -> str:
+    """What activations are to the kernels of this instruction set: bf16 on matrix registers, else 8 bits."""
+    return "bf16" if isa == "amx" else "int8"
 
 
 def packed_path(files: ModelFiles, cache_dir: Path, precision: Precision = "auto") -> Path:

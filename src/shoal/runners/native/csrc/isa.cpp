@@ -24,7 +24,7 @@ constexpr auto kAttend = attend_tiles<false>, kAttendEight = attend_tiles<true>;
 constexpr int kMostRows = kMaxRows;
 constexpr Inputs kInputs = Inputs::kEightBits;
 constexpr auto kProduct = product<>;
-constexpr auto kQuantise = quantise<>;
+constexpr auto kQuantise = quantise;
 constexpr auto kAttend = attend<false>, kAttendEight = attend<true>;
 #endif
 

@@ -104,8 +104,7 @@ void soft_cap(float* x, int n, float scale, float cap) {
 
 // Quantise x[0..k) into inputs first .. first + k - 1 of one row of a tile. A group that is not finite gets a scale that
 // is not finite either, so that everything computed from it is NaN.
-template <int = 0>
-void quantise(const float* x, int k, const Tile& tile, int row, int first) {
+inline void quantise(const float* x, int k, const Tile& tile, int row, int first) {
     const I magnitude = iset(0x7fffffff);
     for (int i = 0; i < k; i += kGroup) {
         const F lo = load(x + i), hi = load(x + i + 16);

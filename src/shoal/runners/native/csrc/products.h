@@ -261,7 +261,7 @@ inline void dense_product(const Matrix& w, int from, int count, const Tile& x, f
     });
 }
 
-// Not for kernels with matrix registers, which have all of their sums from those (tiles.h).
+// A template, since kernels with matrix registers have their sums from those (tiles.h): there nothing of it is compiled.
 template <int = 0>
 void product(const Matrix& w, int from, int count, const Tile& x, float* out, int ld, bool accumulate) {
     if (is_dense(w.codes)) return dense_product(w, from, count, x, out, ld, accumulate);

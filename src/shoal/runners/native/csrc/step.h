@@ -16,9 +16,9 @@ inline void grow(Pages& pages, size_t bytes) {
 inline bool is_dense(const Matrix& w) { return w.data && int(w.codes) >= 16; }
 
 enum Phase { kEmbed, kNorm, kQkv, kAttention, kMix, kRecur, kOut, kRoute, kGateUp, kDown, kHead, kPhases };
-constexpr int kRowsAtOnce = 8;   // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
-constexpr int kHeadWidth = 256;  // tokens of the vocabulary of one unit
-constexpr int kFewRows = 8;
+constexpr int kRowsAtOnce = 8;        // of attention: their state (3 heads x 64 floats each) and a span of KV fit L1
+constexpr int kHeadWidth = 256;       // tokens of the vocabulary of one unit
+constexpr int kFewRows = 8;           // that wait for memory with any kernels; with tiles of bf16 up to 32 do
 constexpr int kMostStrips = 8;        // of one unit: see strips_of
 constexpr int kChannelsAtOnce = 256;  // of a convolution, for one unit
 constexpr int kTokensAtOnce =
