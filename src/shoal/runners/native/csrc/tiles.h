@@ -419,11 +419,16 @@ void tile_product(const Matrix& w, int from, int count, const Tile& x, float* ou
     const Cut cut(x.rows);
     const TileFn fn = cut.rows > cut.first ? choose_tiles<true>(w) : choose_tiles<false>(w);
     shape_products(cut);
-    Sums sums;
+    Sums sums
+        [2];  // a strip's are read while the next one's are made: what matrix registers stored just now is slow to load
+    const auto finish = [&](int s) {
+        finish_strip(w, from + s, x, cut, sums[s % 2], out + s * kStrip, ld, accumulate);
+    };
     for (int s = 0; s < count; s++) {
-        fn(w, from + s, x, cut, sums);
-        finish_strip(w, from + s, x, cut, sums, out + s * kStrip, ld, accumulate);
+        fn(w, from + s, x, cut, sums[s % 2]);
+        if (s) finish(s - 1);
     }
+    finish(count - 1);
     _tile_release();  // registers in use are saved at every switch of threads
 }
 
